@@ -1,0 +1,89 @@
+# The commands of this repository. They need make and Python 3.11 or newer; all else is installed into $(VENV).
+# A second run skips what is done: each environment has a stamp file that depends on pyproject.toml and constraints.txt.
+
+VENV ?= .venv
+CACHE ?= .cache
+# Candidates, tried in this order; CI's is first. Give one to choose: make test PYTHON=python3.12 VENV=.venv-3.12
+PYTHON ?= python3.11 python3 python3.12 python3.13
+# Test processes. More pytest options: make test PYTEST_ARGS="-x -k partial"
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+BIN = $(VENV)/bin
+GGUF = $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
+CHECKPOINT = $(CACHE)/smollm2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long test-smoke check format clean
+.PRECIOUS: $(VENV)/.installed-%
+
+help: ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
+	    printf '%-18s %s\n' "$$target" "$$text"; done
+
+demo: $(VENV)/.installed-demo ## fetch a small Llama, convert it, let it answer on eight simulated devices
+	@echo "==> fetch: the demo model, a 93 MB download (about half a minute; skipped when done)"
+	@$(BIN)/python -m infer.demo fetch --cache $(CACHE) >/dev/null
+	@if [ -e $(CHECKPOINT)/model.json ]; then \
+	    echo "==> convert: $(CHECKPOINT) is there already"; \
+	else \
+	    echo "==> convert: the GGUF file to a checkpoint in $(CHECKPOINT) (about half a minute)"; \
+	    $(BIN)/treering convert $(GGUF) $(CHECKPOINT); \
+	fi
+	@echo "==> generate: on 8 simulated CPU devices, the KV cache sharded over all (about half a minute, mostly compiling)"
+	@$(BIN)/treering generate $(CHECKPOINT) --chat --prompt "What is the capital of France?" \
+	    --cpu-devices 8 --mesh.context 8
+
+# $(call pytest,TIER,OPTIONS): one tier of tests. Exit status 5 says that no test belongs to the tier: told, no failure.
+define pytest
+@status=0; $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(2) $(PYTEST_ARGS) || status=$$?; \
+if [ $$status -eq 5 ]; then echo "==> $(1): no test was selected, so none ran"; exit 0; fi; exit $$status
+endef
+
+test: $(VENV)/.installed-dev ## the default tests (under ten minutes on two cores)
+	@echo "==> test: the default tests in $(JOBS) processes (under ten minutes on two cores)"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+test-long: $(VENV)/.installed-dev ## the long tests (up to an hour)
+	@echo "==> test-long: the tests marked long in $(JOBS) processes (up to an hour on two cores)"
+	$(call pytest,test-long,-m long)
+
+test-smoke: $(VENV)/.installed-test ## a few quick tests that touch every part; the only ones that need no torch
+	@echo "==> test-smoke: the tests marked smoke (a minute or two)"
+	$(call pytest,test-smoke,-m smoke)
+
+check: $(VENV)/.installed-dev ## format, lint, types, import directions (about a minute)
+	@echo "==> check: format, lint, types, import directions (about a minute)"
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	PYTHONPATH=. $(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev ## rewrite the files as `make check` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environments and the cache
+	rm -rf .venv* .cache
+
+# -qq: errors only. The environment is made anew where it has no working pip, as after a run that was killed.
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	    found=; \
+	    for python in $(PYTHON); do \
+	        if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	            found=$$python; break; \
+	        fi; \
+	    done; \
+	    if [ -z "$$found" ]; then \
+	        echo "Python 3.11 or newer is needed, and none of these is one: $(PYTHON)." >&2; \
+	        echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
+	        exit 2; \
+	    fi; \
+	    echo "==> environment: $(VENV), from $$found ($$("$$found" -V))"; \
+	    "$$found" -m venv --clear $(VENV) || { \
+	        echo "$$found cannot make a virtual environment: on Debian and Ubuntu, install python3-venv." >&2; exit 2; }; \
+	fi
+	@echo "==> install: treering[$*] and what it depends on, into $(VENV) (one to three minutes)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@

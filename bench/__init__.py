@@ -1,0 +1,1 @@
+"""Scripts that measure. Each runs from the root of the repository: `python -m bench.NAME`."""

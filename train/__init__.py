@@ -1,0 +1,1 @@
+"""Training: data, loss, step, optimizer and run. Nothing is here yet."""
