@@ -1,0 +1,1 @@
+"""Plain frozen dataclasses: architectures, meshes, precision, options. Nothing here imports JAX."""

@@ -1,0 +1,56 @@
+"""The architecture fields that every family shares."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from configs.rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """An architecture and nothing else: no mesh, no dtype, no kernel choice.
+
+    Sizes carry the names of the array dims they give. A family extends this class by its own fields and sets `family`,
+    the name under which its checkpoints find it.
+    """
+
+    family: ClassVar[str] = ""
+
+    vocab: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    context_length: int
+    """Tokens a sequence may hold: the positions that the weights were trained for."""
+    norm_eps: float
+    tie_embeddings: bool
+    """Whether the output projection is the embedding table."""
+    rope: RopeConfig
+
+    def __post_init__(self):
+        sizes = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "context_length")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.heads % self.kv_heads:
+            works = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
+            raise ValueError(
+                f"kv_heads {self.kv_heads} does not divide heads {self.heads}: each key head serves an equal group "
+                f"of query heads (kv_heads that work: {works})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs of dimensions")
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of keys and values that one token leaves in the cache, all layers, at `itemsize` bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+
+    def fingerprint(self) -> str:
+        """A short hash of family and fields: equal for equal architectures, in every process."""
+        fields = json.dumps([self.family, type(self.rope).__name__, asdict(self)], sort_keys=True)
+        return hashlib.sha256(fields.encode()).hexdigest()[:16]
