@@ -1,0 +1,1 @@
+"""Layers as Equinox modules, the attention algorithms, and the sharding plan."""

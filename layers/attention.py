@@ -1,0 +1,83 @@
+"""The attention layer: projections and rotation around whichever attention operation the caller passes in."""
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from configs.rope import RopeConfig
+from layers.linear import Linear
+from layers.mask import Mask
+from layers.rope import rotate
+from layers.sharding import Plan
+
+
+@runtime_checkable  # for the checks of annotations in tests
+class AttentionOperation(Protocol):
+    """How queries meet keys: dense, by a ring, or against a cache. What differs between training and decoding."""
+
+    def __call__(
+        self,
+        q: Float[Array, "batch seq heads head_dim"],
+        k: Float[Array, "batch seq kv_heads head_dim"],
+        v: Float[Array, "batch seq kv_heads head_dim"],
+        *,
+        mask: Mask,
+        context: "Context",
+        state: Any,
+        layer: Int[Array, ""] | int,
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Any]:
+        """Outputs in q's dtype, and the layer's state after these tokens.
+
+        `state` is that of one place in the pattern, stacked over layers, or None; `layer` says which of them.
+        """
+        ...
+
+
+class Context(eqx.Module):
+    """What a forward pass knows beside its tokens: where each stands, and how they attend."""
+
+    positions: Int[Array, "batch seq"]
+    """Position of each token in its document; -1 for padding."""
+    segments: Int[Array, "batch seq"] | None
+    """Document of each token, from 1; 0 for padding. None where a row is one document."""
+    attend: AttentionOperation
+    plan: Plan = eqx.field(static=True)
+    remat: Callable[[Callable], Callable] | None = eqx.field(static=True, default=None)
+    """What the function of one period of blocks is wrapped in, such as `jax.checkpoint`; None keeps its activations."""
+
+
+class Attention(eqx.Module):
+    """Grouped-query attention with rotary positions."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    out: Linear
+    rope: RopeConfig = eqx.field(static=True)
+    mask: Mask = eqx.field(static=True)
+
+    @staticmethod
+    def init(sizes: dict[str, int], *, rope: RopeConfig, mask: Mask = Mask(), key: PRNGKeyArray) -> "Attention":
+        """From the sizes of `embed`, `heads`, `kv_heads` and `head_dim`."""
+        q_key, k_key, v_key, out_key = jax.random.split(key, 4)
+        sizes = {**sizes, "out_heads": sizes["heads"]}
+        return Attention(
+            q=Linear.init("embed -> heads head_dim", sizes, key=q_key),
+            k=Linear.init("embed -> kv_heads head_dim", sizes, key=k_key),
+            v=Linear.init("embed -> kv_heads head_dim", sizes, key=v_key),
+            out=Linear.init("out_heads head_dim -> embed", sizes, key=out_key),
+            rope=rope,
+            mask=mask,
+        )
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, state: Any, layer: Int[Array, ""] | int
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        """The layer's output, and its state after these tokens."""
+        q = rotate(self.q(x), context.positions, self.rope)
+        k = rotate(self.k(x), context.positions, self.rope)
+        mixed, state = context.attend(q, k, self.v(x), mask=self.mask, context=context, state=state, layer=layer)
+        return self.out(mixed), state

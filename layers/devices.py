@@ -1,0 +1,30 @@
+"""The devices of a run: simulated ones on a CPU, or those that are there."""
+
+import jax
+
+from configs.mesh import Axis, MeshConfig
+from layers.sharding import Plan, Table, make_mesh
+
+
+def simulate_cpu_devices(count: int) -> None:
+    """Makes the process see `count` CPU devices; must come before anything touches a device.
+
+    Raises ValueError for a count below one.
+    """
+    if count < 1:
+        raise ValueError(f"cpu-devices {count}: simulate at least 1")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def plan_for(mesh: MeshConfig, table: Table, *, fill: Axis) -> Plan:
+    """A plan over all devices; `fill` is the axis that takes those that `mesh` leaves unsaid."""
+    return Plan(make_mesh(mesh.resolve(jax.device_count(), fill=fill)), table)
+
+
+def describe(plan: Plan) -> str:
+    """The mesh in words, such as `context 8 x tensor 2 (16 CPU devices)`."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items() if size > 1) or "1 device"
+    device = plan.mesh.devices.flat[0]
+    kind = "CPU" if device.platform == "cpu" else device.device_kind
+    return f"{axes} ({plan.mesh.size} {kind} device{'s' if plan.mesh.size > 1 else ''})"

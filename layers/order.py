@@ -1,0 +1,103 @@
+"""Orders of tokens over a mesh axis.
+
+An order says which tokens each rank holds, and in which places. `contiguous` gives each rank one run of tokens.
+`zigzag` cuts the sequence into 2 p chunks and gives rank r chunks r and 2 p - 1 - r, so that causal attention costs
+every rank the same. `striped` deals tokens in turn, token t to rank t mod p (arXiv 2311.09431): balanced at every
+length, and a sequence can grow without moving a token.
+"""
+
+from typing import Literal, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+Order = Literal["contiguous", "zigzag", "striped"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
+
+
+def order_divisor(order: str, p: int) -> int:
+    """What the length must be a multiple of, so that `p` ranks hold equal shares in `order`.
+
+    Raises ValueError for a name that is no order.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order {order!r}: the orders are {', '.join(ORDERS)}")
+    return 2 * p if order == "zigzag" else p
+
+
+def check_order(order: Order, p: int, length: int) -> None:
+    """Raises ValueError, naming lengths that work, where `p` ranks cannot share `length` tokens in `order`."""
+    divisor = order_divisor(order, p)
+    if length % divisor:
+        below, above = length // divisor * divisor, -(-length // divisor) * divisor
+        works = f"{below} and {above}" if below else f"{above}"
+        raise ValueError(
+            f"seq {length} in {order} order over {p} devices: it must be a multiple of {divisor} (nearest: {works}; "
+            f"pad in token order with segment 0, then reorder)"
+        )
+
+
+def rank_positions(order: Order, p: int, rank: int | Int[Array, ""], share: int) -> Int[Array, "share"]:
+    """The token positions that `rank` holds, in the order it holds them; `share` tokens a rank. `rank` may be traced."""
+    places = jnp.arange(share, dtype=jnp.int32)
+    if order == "contiguous":
+        return places + rank * share
+    if order == "striped":
+        return places * p + rank
+    chunk = share // 2
+    return jnp.where(places < chunk, places + rank * chunk, places + (2 * p - 2 - rank) * chunk)
+
+
+def order_positions(order: Order, p: int, length: int) -> Int[Array, "seq"]:
+    """The token position of each place of a sequence in `order`, ranks in turn: `to_order(arange(length), ...)`."""
+    check_order(order, p, length)
+    ranks = jnp.arange(p, dtype=jnp.int32)
+    return jax.vmap(lambda rank: rank_positions(order, p, rank, length // p))(ranks).reshape(length)
+
+
+def to_order(x: AnyArray, order: Order, p: int, *, dim: int = 1) -> AnyArray:
+    """Moves the tokens along `dim` from token order into `order` for `p` ranks. NumPy in, NumPy out.
+
+    Raises ValueError where the length does not divide; padding comes before reordering. Contiguous order is token order.
+    """
+    if order == "contiguous":
+        return x
+    check_order(order, p, x.shape[dim])
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    share = x.shape[dim] // p
+    if order == "striped":
+        return x.reshape(*before, share, p, *after).swapaxes(dim, dim + 1).reshape(x.shape)
+    chunks = x.reshape(*before, 2, p, share // 2, *after)
+    early, late = _halves(chunks, dim)
+    return _stack(early, _reversed(late, dim), dim + 1).reshape(x.shape)
+
+
+def from_order(x: AnyArray, order: Order, p: int, *, dim: int = 1) -> AnyArray:
+    """Moves the tokens along `dim` back into token order: the inverse of `to_order`."""
+    if order == "contiguous":
+        return x
+    check_order(order, p, x.shape[dim])
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    share = x.shape[dim] // p
+    if order == "striped":
+        return x.reshape(*before, p, share, *after).swapaxes(dim, dim + 1).reshape(x.shape)
+    early, late = _halves(x.reshape(*before, p, 2, share // 2, *after), dim + 1)
+    return _stack(early, _reversed(late, dim), dim).reshape(x.shape)
+
+
+def _halves(x: AnyArray, dim: int) -> tuple[AnyArray, AnyArray]:
+    index = (slice(None),) * dim
+    return x[(*index, 0)], x[(*index, 1)]
+
+
+def _reversed(x: AnyArray, dim: int) -> AnyArray:
+    return x[(*(slice(None),) * dim, slice(None, None, -1))]
+
+
+def _stack(first: AnyArray, second: AnyArray, dim: int) -> AnyArray:
+    stack = np.stack if isinstance(first, np.ndarray) else jnp.stack
+    return stack([first, second], dim)

@@ -1,0 +1,337 @@
+"""Tree attention: partial results of the context axis, joined in one message (arXiv 2408.04093, algorithm 3).
+
+The paper reduces maxima, numerators and denominators in three all-reduces. Here each device sends its output and log of
+the sum packed into one message, and the merge of `layers.partial` runs where the parts arrive:
+
+- `all_to_all`: each device receives its share of the heads, the layout that an output projection sharded over
+  (tensor, context) takes in (arXiv 2507.07120);
+- `all_gather`: every device receives everything and joins it in rank order: replicated, equal to the last bit;
+- `two_level`, `two_level_gather`: first within groups of `inner` neighbours (a node), then across groups, so that slow
+  links carry parts already joined. The first ends like `all_to_all`, the second like `all_gather`.
+"""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+from layers.blockwise import check_shapes, check_token_data, local_attention
+from layers.island import check_divides, mesh_axes
+from layers.mask import Mask
+from layers.message import Route, exchange
+from layers.partial import Partial, merge_stacked, statistics_dtype
+from layers.varying import vary_over
+
+Scheme = Literal["all_to_all", "all_gather", "two_level", "two_level_gather"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+HEAD_SHARDED: frozenset[Scheme] = frozenset({"all_to_all", "two_level"})
+"""Schemes whose result is each device's share of the heads; the others replicate it over the axis."""
+
+LAUNCH_BYTES_NEAR = 9_000_000
+LAUNCH_BYTES_FAR = 1_000_000
+"""Bytes that a link moves in the time one more collective takes to start: 20 us at 450 GB/s, and at 50 GB/s."""
+
+
+def choose_scheme(
+    *,
+    p: int,
+    batch: int,
+    seq: int,
+    heads: int,
+    head_dim: int,
+    itemsize: int,
+    inner: int | None = None,
+    head_sharded: bool = True,
+    launch_bytes: int | None = None,
+) -> Scheme:
+    """The scheme for `p` devices: one message, unless a second saves more time on links than it takes to start.
+
+    `heads` are those of one tensor shard, `itemsize` the bytes of an output number on the wire, `inner` how many
+    neighbours on the axis share fast links (None for all), `head_sharded` whether the caller takes each device's share
+    of the heads. `launch_bytes` is what the slowest link moves while a collective starts.
+    """
+    inner = p if inner is None else inner
+    far = inner < p
+    if far:
+        _check_inner(p, inner, 1)
+    if launch_bytes is None:
+        launch_bytes = LAUNCH_BYTES_FAR if far else LAUNCH_BYTES_NEAR
+    message = batch * seq * heads * (head_dim * itemsize + 4)
+    groups = p // inner
+    grouped = far and inner > 1
+    if head_sharded and heads % p == 0:
+        # Over slow links: message / p from each device of other groups, or one joined part from each group.
+        saved = (p - inner - (groups - 1)) * message // p
+        return "two_level" if grouped and saved > launch_bytes else "all_to_all"
+    whole = (p - inner if grouped else p - 1) * message
+    joined = (groups - 1) * message if grouped else 2 * (p - 1) * message // p
+    return "two_level_gather" if p > 1 and whole - joined > launch_bytes else "all_gather"
+
+
+def check_scheme(scheme: str, *, p: int, heads: int, inner: int | None = None) -> None:
+    """Raises ValueError, naming what would work, where `scheme` does not fit `p` devices and a shard's `heads`."""
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme {scheme!r}: the schemes are {', '.join(SCHEMES)}")
+    if scheme in HEAD_SHARDED and heads % p:
+        works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"scheme {scheme!r} deals heads over the context axis, and its size {p} does not divide the {heads} heads "
+            f"of a tensor shard (sizes that work: {works}; scheme 'all_gather' takes any)"
+        )
+    if scheme == "two_level":
+        _check_inner(p, p if inner is None else inner, 2, below=True)
+    elif scheme == "two_level_gather":
+        _check_inner(p, p if inner is None else inner, 1)
+    elif inner is not None and not (1 <= inner <= p and p % inner == 0):
+        _check_inner(p, inner, 1)
+
+
+def _check_inner(p: int, inner: int, least: int, *, below: bool = False) -> None:
+    works = [n for n in range(least, p + (not below)) if p % n == 0]
+    if inner not in works:
+        sizes = ", ".join(map(str, works)) or f"none for {p} devices; take 'all_to_all' or 'all_gather'"
+        raise ValueError(
+            f"inner {inner}: groups of inner neighbours must cut the context axis of {p} devices evenly "
+            f"(sizes that work: {sizes})"
+        )
+
+
+def tree_combine(
+    partial: Partial,
+    axis: str,
+    *,
+    scheme: Scheme,
+    inner: int | None = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Partial:
+    """Joins the partial results of the devices along mesh axis `axis`. For use inside `shard_map`.
+
+    `partial.out` is `[batch seq heads head_dim]`, `partial.lse` `[batch seq heads]`, heads those of the tensor shard.
+    The schemes of `HEAD_SHARDED` return heads / p of them, shares in rank order, so that `out_heads` is sharded as
+    `PartitionSpec(("tensor", "context"))`; the others return all heads, replicated over the axis for `check_vma`.
+    out travels as `wire_dtype` (None: as it is) and comes back, merged, in the statistics' dtype; lse always travels
+    in full. A row that no device has a key for stays (0, -inf). One device with a scheme of `HEAD_SHARDED` sends
+    nothing. Raises ValueError where the scheme does not fit (`check_scheme`).
+    """
+    p, heads = lax.axis_size(axis), partial.out.shape[2]
+    check_scheme(scheme, p=p, heads=heads, inner=inner)
+    wire = partial.out.dtype if wire_dtype is None else jnp.dtype(wire_dtype)
+    lse = partial.lse.astype(jnp.promote_types(partial.lse.dtype, statistics_dtype(wire)))
+    if p == 1 and scheme in HEAD_SHARDED:
+        return Partial(partial.out.astype(lse.dtype), lse)
+    part = vary_over(frozenset({axis}), Partial(partial.out.astype(wire), lse))
+    with jax.named_scope("tree_combine"):
+        if scheme == "all_to_all":
+            return merge_stacked(exchange(part, Route(axis, gather=False)))
+        if scheme == "all_gather":
+            return merge_stacked(exchange(part, Route(axis, gather=True)))
+        inner = p if inner is None else inner
+        outer = p // inner
+        near = tuple(tuple(range(first, first + inner)) for first in range(0, p, inner))
+        if scheme == "two_level":
+            # A device keeps the share of its rank, group * inner + place in the group: heads go out sorted by place.
+            part = jax.tree.map(lambda x: _swap_head_groups(x, outer, inner), part)
+            part = _joined(exchange(part, Route(axis, gather=False, groups=near)), wire)
+            far = tuple(tuple(range(first, p, inner)) for first in range(inner))
+            return merge_stacked(exchange(part, Route(axis, gather=False, groups=far)))
+        part = _pad_heads(part, -heads % inner)
+        part = _joined(exchange(part, Route(axis, gather=False, groups=near)), wire)
+        parts = exchange(part, Route(axis, gather=True))
+        joined = merge_stacked(jax.tree.map(lambda x: x.reshape(outer, inner, *x.shape[1:]), parts))
+        return jax.tree.map(lambda x: _heads_together(x)[:, :, :heads], joined)
+
+
+def _joined(parts: Partial, wire: jnp.dtype) -> Partial:
+    joined = merge_stacked(parts)
+    return Partial(joined.out.astype(wire), joined.lse)
+
+
+def _swap_head_groups(
+    x: Shaped[Array, "batch seq heads *d"], outer: int, inner: int
+) -> Shaped[Array, "batch seq heads *d"]:
+    """Heads ordered by (outer, inner) rank, ordered by (inner, outer) rank."""
+    shape = x.shape
+    return x.reshape(*shape[:2], outer, inner, -1, *shape[3:]).swapaxes(2, 3).reshape(shape)
+
+
+def _pad_heads(part: Partial, count: int) -> Partial:
+    """`count` more heads, which saw no key."""
+    if count == 0:
+        return part
+    empty = Partial.empty((*part.lse.shape[:2], count), part.out.shape[-1], part.out.dtype)
+    pad = Partial(empty.out, empty.lse.astype(part.lse.dtype))
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), part, pad)
+
+
+def _heads_together(x: Shaped[Array, "inner batch seq shared *d"]) -> Shaped[Array, "batch seq heads *d"]:
+    """Shares of the heads along the first dim, in rank order, side by side."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def tree_partial(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch kv_seq kv_heads head_dim"],
+    v: Float[Array, "batch kv_seq kv_heads head_dim"],
+    *,
+    mesh: Mesh,
+    axis: str = "context",
+    mask: Mask = Mask(),
+    positions: Int[Array, "..."] | None = None,
+    segments: Int[Array, "..."] | None = None,
+    q_positions: Int[Array, "..."] | None = None,
+    q_segments: Int[Array, "..."] | None = None,
+    scheme: Scheme | Literal["auto"] = "auto",
+    inner: int | None = None,
+    head_sharded: bool = True,
+    wire_dtype: DTypeLike | None = None,
+    batch_axes: tuple[str, ...] | None = None,
+    head_axes: tuple[str, ...] | None = None,
+) -> Partial:
+    """`tree_attention` before its output is rounded: out in the statistics' dtype, and lse."""
+    check_shapes(q, k, v)
+    batch, seq, heads, head_dim = q.shape
+    kv_seq, kv_heads = k.shape[1:3]
+    if axis not in mesh.shape:
+        raise ValueError(f"axis {axis!r}: the mesh has {', '.join(mesh.shape)}")
+    batch_axes = mesh_axes(mesh, "batch_axes", batch_axes, ("data", "fsdp"), taken=(axis,))
+    head_axes = mesh_axes(mesh, "head_axes", head_axes, ("tensor",), taken=(axis, *batch_axes))
+    check_divides(mesh, batch_axes, batch=batch)
+    check_divides(mesh, head_axes, heads=heads, kv_heads=kv_heads)
+    p = mesh.shape[axis]
+    for name, x, length in (
+        ("positions", positions, kv_seq),
+        ("segments", segments, kv_seq),
+        ("q_positions", q_positions, seq),
+        ("q_segments", q_segments, seq),
+    ):
+        check_token_data(name if name.startswith("q") else f"kv {name}", x, batch, length)
+    if (segments is None) != (q_segments is None):
+        raise ValueError("segments and q_segments: give both or neither (all 1 where one side is one document)")
+    if positions is not None and q_positions is None and mask.causal:
+        raise ValueError("positions of keys without q_positions: a causal mask needs where each query stands")
+    if q_positions is None and mask.causal and seq > kv_seq:
+        raise ValueError(
+            f"seq {seq} queries stand at the end of kv_seq {kv_seq} keys: there are more; give q_positions"
+        )
+    wide = statistics_dtype(q.dtype)
+    wire = wide if wire_dtype is None else jnp.dtype(wire_dtype)
+    shard_heads = heads // math.prod(mesh.shape[a] for a in head_axes)
+    if scheme == "auto":
+        scheme = choose_scheme(
+            p=p,
+            batch=batch // math.prod(mesh.shape[a] for a in batch_axes),
+            seq=seq,
+            heads=shard_heads,
+            head_dim=head_dim,
+            itemsize=wire.itemsize,
+            inner=inner,
+            head_sharded=head_sharded,
+        )
+    check_scheme(scheme, p=p, heads=shard_heads, inner=inner)
+    if scheme in HEAD_SHARDED and not head_sharded:
+        raise ValueError(f"scheme {scheme!r} shards heads over {axis}, and head_sharded is False: take 'all_gather'")
+
+    padding = -kv_seq % p
+    newest_sees_all = mask.window is None and q_positions is None and (seq == 1 or not mask.causal)
+    if newest_sees_all and positions is None and segments is None and not padding:
+        mask = dataclasses.replace(mask, causal=False)
+        data = None
+    else:
+        if q_positions is None:
+            q_positions = jnp.broadcast_to(jnp.arange(kv_seq - seq, kv_seq, dtype=jnp.int32), (batch, seq))
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(kv_seq, dtype=jnp.int32), (batch, kv_seq))
+        positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
+        if segments is not None:
+            segments = jnp.pad(segments, ((0, 0), (0, padding)))
+        k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (k, v))
+        data = (q_positions, positions, q_segments, segments)
+
+    def island(q, k, v, data):
+        q_positions, kv_positions, q_segments, kv_segments = (None,) * 4 if data is None else data
+        partial = local_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            out_dtype=wide,
+        )
+        return tree_combine(partial, axis, scheme=scheme, inner=inner, wire_dtype=wire)
+
+    out_heads = (*head_axes, axis) if scheme in HEAD_SHARDED else head_axes
+    tokens, kv_tokens = PartitionSpec(batch_axes), PartitionSpec(batch_axes, axis)
+    kv_spec = PartitionSpec(batch_axes, axis, head_axes)
+    specs = None if data is None else (tokens, kv_tokens, *((None, None) if segments is None else (tokens, kv_tokens)))
+    return jax.shard_map(
+        island,
+        mesh=mesh,
+        in_specs=(PartitionSpec(batch_axes, None, head_axes), kv_spec, kv_spec, specs),
+        out_specs=PartitionSpec(batch_axes, None, out_heads),
+    )(q, k, v, data)
+
+
+def tree_attention(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch kv_seq kv_heads head_dim"],
+    v: Float[Array, "batch kv_seq kv_heads head_dim"],
+    *,
+    mesh: Mesh,
+    axis: str = "context",
+    mask: Mask = Mask(),
+    positions: Int[Array, "..."] | None = None,
+    segments: Int[Array, "..."] | None = None,
+    q_positions: Int[Array, "..."] | None = None,
+    q_segments: Int[Array, "..."] | None = None,
+    scheme: Scheme | Literal["auto"] = "auto",
+    inner: int | None = None,
+    head_sharded: bool = True,
+    wire_dtype: DTypeLike | None = None,
+    batch_axes: tuple[str, ...] | None = None,
+    head_axes: tuple[str, ...] | None = None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Attention of queries that every device of `axis` holds over keys and values that lie spread along it.
+
+    Arrays are global: k and v sharded over `axis` by tokens, q replicated over it, rows of the batch over `batch_axes`,
+    heads over `head_axes`; None takes ("data", "fsdp") and ("tensor",) as far as the mesh has them. A kv_seq that the
+    axis does not divide is padded here. `positions` and `segments` `[batch kv_seq]` are those of the keys, in any order
+    (-1 an empty slot, segment 0 padding), `q_positions` and `q_segments` `[batch seq]` those of the queries; without
+    any, keys stand in order and the queries are the last of them.
+
+    Each device attends over its own keys, and one message joins the results (arXiv 2408.04093, algorithm 3, in one
+    collective for three). `scheme` "auto" chooses by `choose_scheme`; `inner` says how many neighbours on the axis
+    share fast links. The result's heads are sharded over (head_axes, axis) with the schemes of `HEAD_SHARDED`, which
+    "auto" takes only if `head_sharded`; else it is replicated over `axis`. Outputs travel as `wire_dtype`: None for the
+    statistics' dtype, with which an error in bfloat16 does not grow with devices; bfloat16 halves the bytes, for an
+    error up to a half larger.
+
+    Raises ValueError where shapes, axes, sizes or the scheme do not fit, naming what would.
+    """
+    return tree_partial(
+        q,
+        k,
+        v,
+        mesh=mesh,
+        axis=axis,
+        mask=mask,
+        positions=positions,
+        segments=segments,
+        q_positions=q_positions,
+        q_segments=q_segments,
+        scheme=scheme,
+        inner=inner,
+        head_sharded=head_sharded,
+        wire_dtype=wire_dtype,
+        batch_axes=batch_axes,
+        head_axes=head_axes,
+    ).out.astype(q.dtype)

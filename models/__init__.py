@@ -1,0 +1,1 @@
+"""Models: the shell, the families, weights and tokenizers on disk."""

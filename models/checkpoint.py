@@ -1,0 +1,124 @@
+"""Checkpoints, format 1: `DIR/{model.json, weights/, tokenizer/}`.
+
+`model.json` says what the model is and is written last; `weights/` holds the arrays of the model in memory, layers
+stacked, under their paths in it; `tokenizer/` is a Hugging Face folder without weights.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from configs.model import ModelConfig
+from layers.sharding import Plan
+from models.families import families
+from models.record import RECORD, TOKENIZER, WEIGHTS, Record, read_record
+from models.record import read_config as read_config
+from models.transformer import Transformer
+from models.weights import DTYPES, fingerprint, hash_arrays, read_arrays, write_arrays
+
+
+def abstract_model(config: ModelConfig) -> Transformer:
+    """The model of `config`, stacked, with shapes in place of arrays."""
+    family = families()[config.family]
+    return eqx.filter_eval_shape(lambda: family.init(config, jax.random.key(0)))
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The arrays (or shapes) of `tree` by their paths, such as `blocks.places.0.attention.q.weight`."""
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, _is_array))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _is_array(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def load_model(path: str | Path, plan: Plan, dtype: str | None = None) -> Transformer:
+    """The model at `path`, stacked, each parameter read straight onto its devices of `plan`.
+
+    Parameters are cast to `dtype`, or stay as stored where it is None. Raises what `read_record` does, and ValueError
+    where the weights are not those that model.json describes or an axis of the mesh does not divide a dim.
+    """
+    record = read_record(path)
+    arrays, static = eqx.partition(abstract_model(record.config), _is_array)
+    wanted = named_leaves(plan.abstract(arrays, "parameters"))
+    restored = read_arrays(Path(path) / WEIGHTS, wanted, None if dtype is None else DTYPES[dtype])
+    structure = jax.tree.structure(arrays)
+    return eqx.combine(jax.tree.unflatten(structure, [restored[name] for name in wanted]), static)
+
+
+def save_model(
+    path: str | Path,
+    model: Transformer,
+    *,
+    source: Mapping[str, Any],
+    tokenizer_files: str | Path | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes `model` as a checkpoint at `path`, with the files of the folder `tokenizer_files`.
+
+    Raises ValueError where `path` exists and `overwrite` is False, and for a model whose blocks are unrolled.
+    """
+    arrays = named_leaves(model)
+    if set(arrays) != set(named_leaves(abstract_model(model.config))):
+        raise ValueError("only a model in its stacked, plain form is saved")
+    check_destination(path, overwrite=overwrite)
+    partial = partial_folder(path)
+    if partial.exists():
+        shutil.rmtree(partial)
+    (partial / WEIGHTS).mkdir(parents=True)
+    write_arrays(partial / WEIGHTS, arrays)
+    if tokenizer_files is not None:
+        shutil.copytree(tokenizer_files, partial / TOKENIZER)
+    record = Record(
+        config=model.config,
+        dtype=main_dtype(arrays),
+        fingerprint=fingerprint(hash_arrays(arrays).items()),
+        source=source,
+    )
+    finish(partial, path, record)
+
+
+def partial_folder(path: str | Path) -> Path:
+    """Where the checkpoint `path` stands while it is being written: beside it, and without model.json."""
+    path = Path(path)
+    return path.with_name(path.name + ".partial")
+
+
+def check_destination(path: str | Path, *, overwrite: bool) -> None:
+    """Raises ValueError where something stands at `path` and may not be replaced: only a checkpoint ever is."""
+    path = Path(path)
+    if not path.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"{path} exists: choose another destination, or replace it with --overwrite")
+    if not path.is_dir() or (any(path.iterdir()) and not (path / RECORD).is_file()):
+        raise ValueError(f"{path} is no checkpoint, so --overwrite does not replace it")
+
+
+def finish(partial: Path, path: str | Path, record: Record) -> None:
+    """Writes model.json into `partial` and renames it to `path`, replacing what stands there."""
+    path = Path(path)
+    (partial / RECORD).write_text(record.to_json())
+    old = path.with_name(path.name + ".old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(path, old)
+        os.replace(partial, path)
+        shutil.rmtree(old)
+    else:
+        os.replace(partial, path)
+
+
+def main_dtype(arrays: Mapping[str, Any]) -> str:
+    """The dtype of most numbers of `arrays`."""
+    sizes: dict[str, int] = {}
+    for leaf in arrays.values():
+        sizes[str(leaf.dtype)] = sizes.get(str(leaf.dtype), 0) + math.prod(leaf.shape)
+    return max(sizes, key=lambda name: sizes[name])

@@ -1,0 +1,9 @@
+"""Families of models; importing this package registers those of the zoo."""
+
+from models.families import llama
+from models.families.registry import Family as Family
+from models.families.registry import families as families
+from models.families.registry import family_of as family_of
+from models.families.registry import register_family as register_family
+
+register_family(llama.FAMILY)

@@ -1,0 +1,87 @@
+"""What the families' config.json and tensor names have in common."""
+
+from typing import Any
+
+from configs.model import ModelConfig
+from models.families.fields import Fields
+from models.families.rope_fields import read_rope, write_rope
+
+BLOCK = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.q.weight": "self_attn.q_proj.weight",
+    "attention.k.weight": "self_attn.k_proj.weight",
+    "attention.v.weight": "self_attn.v_proj.weight",
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "mlp.gate.weight": "mlp.gate_proj.weight",
+    "mlp.up.weight": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+"""Names inside one block: ours, and Hugging Face's."""
+
+
+def tensor_names(config: ModelConfig, block: dict[str, str], places: int = 1) -> dict[str, str]:
+    """All names of a model whose pattern has `places` blocks of the parameters `block`."""
+    names = {"embed.table": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+    if not config.tie_embeddings:
+        names["output.weight"] = "lm_head.weight"
+    for place in range(places):
+        for ours, theirs in block.items():
+            names[f"blocks.places.{place}.{ours}"] = f"model.layers.{{layer}}.{theirs}"
+    return names
+
+
+def read_shared(fields: Fields, *, head_dim_default: int | None = None) -> dict[str, Any]:
+    """The fields of `ModelConfig`, with the defaults that transformers gives them.
+
+    Raises ValueError for a quantised model and an activation other than SiLU.
+    """
+    quantised = fields.take("quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ValueError(
+            f"{fields.name} has a quantization_config ({method}): its weights are packed in a form that is not read "
+            "here; use the folder of the unquantised model"
+        )
+    fields.only("hidden_act", "silu")
+    fields.only("mlp_bias", False)
+    embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", head_dim_default)
+    if head_dim is None:
+        if embed % heads:
+            raise ValueError(
+                f"{fields.name} has no head_dim, and num_attention_heads {heads} does not divide hidden_size {embed}"
+            )
+        head_dim = embed // heads
+    context_length = fields.integer("max_position_embeddings")
+    return {
+        "vocab": fields.integer("vocab_size"),
+        "embed": embed,
+        "layers": fields.integer("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": fields.integer("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "mlp": fields.integer("intermediate_size"),
+        "context_length": context_length,
+        "norm_eps": float(fields.number("rms_norm_eps", 1e-6)),
+        "tie_embeddings": fields.flag("tie_word_embeddings", False),
+        "rope": read_rope(fields, context_length),
+    }
+
+
+def write_shared(config: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that `read_shared` reads, as transformers 5 writes them."""
+    return {
+        "vocab_size": config.vocab,
+        "hidden_size": config.embed,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        **write_rope(config.rope),
+    }

@@ -1,0 +1,86 @@
+"""What a conversion reads from: named tensors of files, read one at a time."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.families.fields import Fields
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file, not in memory."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read_into: Callable[[np.ndarray], None]
+    """Reads the values into a contiguous array of this shape and dtype."""
+
+    def read(self) -> np.ndarray:
+        """The values."""
+        out = np.empty(self.shape, self.dtype)
+        self.read_into(out)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Weights in a form that other tools wrote."""
+
+    fields: Fields
+    """Its config.json, or what says the same."""
+    tensors: Mapping[str, StoredTensor]
+    stored_name: Callable[[str], str]
+    """From a Hugging Face tensor name to the name in these files."""
+    save_tokenizer: Callable[[Path], bool]
+    """Writes tokenizer and generation settings into an empty folder; False where there is no tokenizer."""
+    description: Mapping[str, Any]
+    """What model.json remembers of it."""
+    identity: str
+    """Changes when the files do."""
+    faults: tuple[str, ...] = ()
+    """What is wrong with the tensors as a whole: listed twice, or not where an index says."""
+
+
+def identity_of(files: list[Path]) -> str:
+    """A word that changes when one of the files is replaced."""
+    parts = []
+    for file in files:
+        status = file.stat()
+        parts.append(f"{file.resolve()}:{status.st_size}:{status.st_mtime_ns}")
+    return "|".join(parts)
+
+
+def read_bytes(path: Path, offset: int, out: np.ndarray) -> None:
+    """Fills a contiguous array with the bytes of a file from `offset`.
+
+    Plain reads, not a memory map: mapped pages would count as this process's memory. Raises ValueError where the file
+    ends before.
+    """
+    view = out.reshape(-1).view(np.uint8).data
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
+            if count == 0:
+                raise ValueError(f"{path} ends at byte {offset + done}, in the middle of a tensor: it is truncated")
+            done += count
+    finally:
+        os.close(descriptor)
+
+
+def check_weights_file(path: Path) -> None:
+    """Raises for a file that is not there, is empty, or is a Git LFS pointer in place of the weights."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    with path.open("rb") as file:
+        start = file.read(40)
+    if start.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path} is a Git LFS pointer, not the weights: fetch them with `git lfs pull`")
+    if not start:
+        raise ValueError(f"{path} is an empty file")

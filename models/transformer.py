@@ -1,0 +1,213 @@
+"""The model: an embedding, a repeating pattern of blocks, a norm, and logits.
+
+One forward serves training, prefill and decode; the `Context` that it is given says where tokens stand and how they
+attend.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from configs.model import ModelConfig
+from layers.attention import Attention, Context
+from layers.cache import PagePool
+from layers.embed import Embedding
+from layers.linear import Linear
+from layers.mlp import SwiGLU
+from layers.norm import RMSNorm
+from layers.sharding import Plan, divisors, stacked_field
+
+
+class Block(eqx.Module):
+    """Attention and an MLP, each behind a norm and added to the residual."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: SwiGLU
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, state: Any, layer: Int[Array, ""] | int
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        """The residual after this block, and the block's state after these tokens."""
+        mixed, state = self.attention(self.attention_norm(x), context, state, layer)
+        x = x + mixed
+        x = x + self.mlp(self.mlp_norm(x))
+        return context.plan.constrain(x, "batch seq embed"), state
+
+
+class Stacked(eqx.Module):
+    """The blocks of each place in the pattern stacked over periods, run by one scan: compiles once, trains."""
+
+    places: tuple[Any, ...] = stacked_field()
+
+    @property
+    def periods(self) -> int:
+        """How often the pattern repeats."""
+        return jax.tree.leaves(self.places)[0].shape[0]
+
+    def __call__(self, x: Array, context: Context, states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+        """Runs all periods in order. States are the scan's carry, so they are updated in place."""
+
+        arrays, static = eqx.partition(self.places, eqx.is_array)
+
+        def period(carry, inputs):
+            x, states = carry
+            arrays, index = inputs
+            return _run_period(eqx.combine(arrays, static), x, context, states, index), None
+
+        if context.remat is not None:
+            period = context.remat(period)
+        (x, states), _ = jax.lax.scan(period, (x, states), (arrays, jnp.arange(self.periods)))
+        return x, states
+
+
+class Unrolled(eqx.Module):
+    """The same blocks as separate arrays, run one after the other.
+
+    XLA on CPU copies each layer's slice out of stacked weights; separate arrays decode 1.5 to 2.5 times faster there.
+    """
+
+    blocks: tuple[tuple[Any, ...], ...]
+    """Periods, each one block a place."""
+
+    def __call__(self, x: Array, context: Context, states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+        """Runs all periods in order."""
+        for index, blocks in enumerate(self.blocks):
+            x, states = _run_period(blocks, x, context, states, index)
+        return x, states
+
+
+def _run_period(blocks: Sequence[Any], x: Array, context: Context, states: tuple[Any, ...], index: Any):
+    after = []
+    for block, state in zip(blocks, states, strict=True):
+        x, state = block(x, context, state, index)
+        after.append(state)
+    return x, tuple(after)
+
+
+def unroll(blocks: Stacked) -> Unrolled:
+    """The separate-array form; takes the stacked arrays apart one leaf at a time, on their devices."""
+    arrays, static = eqx.partition(blocks.places, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
+    split = jax.jit(lambda leaf: tuple(leaf[i] for i in range(leaf.shape[0])))
+    parts = [split(leaf) for leaf in leaves]
+    periods = [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(blocks.periods)]
+    return Unrolled(tuple(eqx.combine(period, static) for period in periods))
+
+
+class Transformer(eqx.Module):
+    """A decoder-only model. `config` says what it is; families build the blocks."""
+
+    embed: Embedding
+    blocks: Stacked | Unrolled
+    norm: RMSNorm
+    output: Linear | None
+    """The output projection, or None where it is the embedding table."""
+    config: ModelConfig = eqx.field(static=True)
+
+    @property
+    def places(self) -> int:
+        """Blocks in the repeating pattern."""
+        return len(self.blocks.places if isinstance(self.blocks, Stacked) else self.blocks.blocks[0])
+
+    def unrolled(self) -> "Transformer":
+        """The same model with its blocks as separate arrays."""
+        return self if isinstance(self.blocks, Unrolled) else dataclasses.replace(self, blocks=unroll(self.blocks))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        context: Context,
+        states: tuple[Any, ...] | None = None,
+        *,
+        dtype: jnp.dtype = jnp.float32,
+    ) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...]]:
+        """Final hidden states of `tokens`, computed in `dtype`, and the decode states after them.
+
+        `states` has one entry a place of the pattern; None trains.
+        """
+        states = (None,) * self.places if states is None else states
+        x = self.embed(tokens, context.plan, dtype)
+        x = context.plan.constrain(x, "batch seq embed")
+        x, states = self.blocks(x, context, states)
+        return self.norm(x), states
+
+    def unembed(self, x: Float[Array, "batch seq embed"], context: Context) -> Float[Array, "batch seq vocab"]:
+        """Logits of hidden states, in their dtype, split over the vocabulary."""
+        logits = self.embed.unembed(x) if self.output is None else self.output(x)
+        return context.plan.constrain(logits, "batch seq vocab")
+
+
+def dim_sizes(config: ModelConfig) -> dict[str, int]:
+    """The size of every dim that the architecture fixes."""
+    return {dim: getattr(config, dim) for dim in ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp")}
+
+
+def check_mesh(config: ModelConfig, plan: Plan) -> None:
+    """Raises ValueError where the tensor axis does not divide what it must split, listing the sizes that do."""
+    tensor = plan.size("tensor")
+    required = {dim: getattr(config, dim) for dim in ("kv_heads", "heads", "mlp")}
+    failing = [f"{dim} {size}" for dim, size in required.items() if size % tensor]
+    if failing:
+        works = divisors(math.gcd(*required.values()))
+        raise ValueError(
+            f"mesh.tensor {tensor} does not divide {', '.join(failing)}: sizes that work are {works} "
+            "(the context axis shares out attention whatever the heads)"
+        )
+
+
+def init_block(config: ModelConfig, *, key: PRNGKeyArray) -> Block:
+    """One block of the shared architecture with random weights."""
+    sizes = dim_sizes(config)
+    attention_key, mlp_key = jax.random.split(key)
+    return Block(
+        attention_norm=RMSNorm.init("embed", config.embed, eps=config.norm_eps),
+        attention=Attention.init(sizes, rope=config.rope, key=attention_key),
+        mlp_norm=RMSNorm.init("embed", config.embed, eps=config.norm_eps),
+        mlp=SwiGLU.init(sizes, key=mlp_key),
+    )
+
+
+def init_transformer(config: ModelConfig, pattern: Sequence[Any], *, key: PRNGKeyArray) -> Transformer:
+    """A model whose blocks repeat `pattern`, functions from a key to a block, one a place.
+
+    Raises ValueError where the pattern does not divide the number of layers.
+    """
+    if config.layers % len(pattern):
+        raise ValueError(f"layers {config.layers} is no multiple of the pattern's {len(pattern)} blocks")
+    embed_key, output_key, blocks_key = jax.random.split(key, 3)
+    keys = jax.random.split(blocks_key, (len(pattern), config.layers // len(pattern)))
+    output = None
+    if not config.tie_embeddings:
+        output = Linear.init("embed -> vocab", dim_sizes(config), key=output_key)
+    return Transformer(
+        embed=Embedding.init(config.vocab, config.embed, key=embed_key),
+        blocks=Stacked(tuple(eqx.filter_vmap(make)(place) for make, place in zip(pattern, keys, strict=True))),
+        norm=RMSNorm.init("embed", config.embed, eps=config.norm_eps),
+        output=output,
+        config=config,
+    )
+
+
+def empty_pools(
+    config: ModelConfig, places: int, *, pages: int, page_tokens: int, dtype: jnp.dtype
+) -> tuple[PagePool, ...]:
+    """One pool a place of the pattern."""
+    return tuple(
+        PagePool.empty(
+            layers=config.layers // places,
+            pages=pages,
+            kv_heads=config.kv_heads,
+            page_tokens=page_tokens,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
+        for _ in range(places)
+    )

@@ -1,0 +1,205 @@
+"""Named arrays in a folder, written and read by orbax, and the hash that tells one set of weights from another.
+
+A parameter may be given as an array or as a `Deferred`, which is computed, written and freed before the next one: so a
+conversion holds one parameter at a time.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+DTYPES: dict[str, np.dtype] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+CHUNK_BYTES = 16 << 20
+"""Bytes of one file of an array: small enough that each device of a large mesh reads little more than its share."""
+_HASH_BYTES = 4 << 20
+_SEEDS = (0, 1)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """An array that is not in memory yet."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    fill: Callable[[np.ndarray], None]
+    """Writes the values into an empty array of this shape and dtype."""
+    written: Callable[[np.ndarray], None]
+    """Called with the array once it is on disk."""
+    done: bool = False
+    """Whether it is on disk already, from an earlier call."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _DeferredHandler(ocp.type_handlers.NumpyHandler):
+    """Writes deferred arrays one after the other, each as orbax writes any array of NumPy's."""
+
+    def __init__(self):
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        for value, info, arg in zip(values, infos, args or [None] * len(values), strict=True):
+            if value.done:
+                continue
+            array = np.empty(value.shape, value.dtype)
+            value.fill(array)
+            for future in await super().serialize([array], [info], [arg] if arg else None):
+                future.result()
+            value.written(array)
+        return []
+
+
+def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
+    """Writes `arrays` into an existing `folder`; the caller sees to it that nobody reads it before this returns.
+
+    Arrays are stored uncompressed in chunks, one folder a name, so that any sharding reads only what it needs.
+    """
+    array_handler().save(epath.Path(folder), args=save_arguments(arrays))
+
+
+def array_handler() -> ocp.PyTreeCheckpointHandler:
+    """The orbax handler that `write_arrays` uses; it can also write while the program goes on."""
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ocp.type_handlers.ArrayHandler()), (Deferred, _DeferredHandler())
+    )
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=registry, use_ocdbt=False, use_zarr3=False, use_compression=False
+    )
+
+
+def save_arguments(arrays: Mapping[str, Any]) -> ocp.args.PyTreeSave:
+    """What `array_handler` takes to write `arrays`."""
+    chunked = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
+    return ocp.args.PyTreeSave(dict(arrays), save_args=chunked)
+
+
+def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every array in `folder`, as stored."""
+    tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tree.items()}
+
+
+def read_arrays(
+    folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], dtype: np.dtype | None
+) -> dict[str, jax.Array]:
+    """The arrays of `folder`, each straight onto the sharding of its entry in `wanted`, in `dtype` or as stored.
+
+    Raises ValueError listing what is missing, unexpected or of another shape.
+    """
+    stored = read_shapes(folder)
+    faults = [f"missing {name}" for name in wanted if name not in stored]
+    faults += [f"unexpected {name}" for name in stored if name not in wanted]
+    faults += [
+        f"{name} has shape {tuple(stored[name].shape)} instead of {tuple(leaf.shape)}"
+        for name, leaf in wanted.items()
+        if name in stored and stored[name].shape != leaf.shape
+    ]
+    if faults:
+        raise ValueError(f"{folder} does not hold the weights that its configuration describes: {'; '.join(faults)}")
+    arguments = {
+        name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=dtype or stored[name].dtype)
+        for name, leaf in wanted.items()
+    }
+    # Unbounded, all arrays would be read at once and stand in host memory twice. One shard must fit.
+    largest = max(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in wanted.values())
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + 8 * largest // 10**9)
+    return handler.restore(
+        epath.Path(folder), args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments)
+    )
+
+
+def read_array(folder: Path, name: str, dtype: np.dtype) -> np.ndarray:
+    """One array of `folder`, whole and on the host; `dtype` is the one that it was stored in."""
+    return ocp.PyTreeCheckpointHandler().restore(
+        epath.Path(folder),
+        args=ocp.args.PyTreeRestore(
+            item={name: 0},
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)},
+            partial_restore=True,
+        ),
+    )[name]
+
+
+def hash_array(array: np.ndarray) -> str:
+    """A 64-bit hash of shape, dtype and bits.
+
+    16-bit words are summed with weights that are the product of one odd number a dim, modulo 2^32, twice. Such a sum
+    may be taken in any order, so `hash_arrays` finds the same on every mesh, and no device gathers anything. It guards
+    against mistakes, not against malice.
+    """
+    words = np.ascontiguousarray(array).reshape(-1).view(_words(array.dtype))
+    shape = (*array.shape, words.size // array.size)
+    rows = words.reshape(-1, math.prod(shape[-2:]))
+    step = max(1, _HASH_BYTES // rows[:1].nbytes)
+    sums = []
+    for seed in _SEEDS:
+        leading = _multipliers(shape, -2, seed) if array.ndim else np.ones(1, np.uint32)
+        last = np.outer(leading, _multipliers(shape, -1, seed)).ravel()
+        pieces = (rows[start : start + step].astype(np.uint32) @ last for start in range(0, len(rows), step))
+        total = np.concatenate(list(pieces)).reshape(shape[:-2])
+        for dim in reversed(range(len(shape) - 2)):
+            total = (total * _multipliers(shape, dim, seed)).sum(axis=-1, dtype=np.uint32)
+        sums.append(total)
+    return _hash_text(array, sums)
+
+
+def hash_arrays(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+    """`hash_array` of each, computed where the arrays are."""
+    sums = _weighted_sums(dict(arrays))
+    return {name: _hash_text(array, sums[name]) for name, array in arrays.items()}
+
+
+@jax.jit
+def _weighted_sums(arrays: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
+    def weighted(array: jax.Array, seed: int) -> jax.Array:
+        words = jax.lax.bitcast_convert_type(array, jnp.dtype(_words(array.dtype)))
+        words = words.reshape(*array.shape, -1).astype(jnp.uint32)
+        for dim in range(words.ndim):
+            weights = jax.lax.broadcast_in_dim(_multipliers(words.shape, dim, seed), words.shape, (dim,))
+            words = words * weights
+        return jnp.sum(words, dtype=jnp.uint32)
+
+    return {name: [weighted(leaf, seed) for seed in _SEEDS] for name, leaf in arrays.items()}
+
+
+def _words(dtype: np.dtype) -> str:
+    return "uint8" if dtype.itemsize == 1 else "uint16"
+
+
+def _multipliers(shape: tuple[int, ...], dim: int, seed: int) -> np.ndarray:
+    """Odd pseudo-random numbers, one a place along a dim."""
+    x = np.arange(shape[dim], dtype=np.uint64) + np.uint64((dim % len(shape) + 1) << 40) + np.uint64(seed << 56)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return (x >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+
+
+def _hash_text(array: np.ndarray | jax.Array, sums: Sequence[Any]) -> str:
+    return "-".join([str(array.dtype), "x".join(map(str, array.shape)), *(f"{int(part):08x}" for part in sums)])
+
+
+def fingerprint(hashes: Iterable[tuple[str, str]]) -> str:
+    """One short word for named arrays, from their names and hashes."""
+    return hashlib.sha256(json.dumps(sorted(hashes)).encode()).hexdigest()[:16]
