@@ -1,0 +1,1 @@
+"""Generation: the engine, sampling, and the scripts around it."""

@@ -1,0 +1,52 @@
+"""The front door: `treering COMMAND ...`, each command one lazily imported function."""
+
+import importlib
+import os
+import sys
+
+COMMANDS = {
+    "convert": ("models.convert_command", "turn a Hugging Face folder or a GGUF file into a checkpoint"),
+    "generate": ("infer.generate", "generate text from a checkpoint, on any mesh"),
+    "train": ("train.command", "train by a recipe, on any mesh; alone: list the recipes"),
+    "plot": ("train.plot", "draw the loss of a run, and its loss by position"),
+}
+"""Name: the module whose `main(arguments)` runs it, and what it does."""
+
+
+def usage() -> str:
+    """What `treering --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    return f"usage: treering COMMAND ...\n\n{lines}\n\n`treering COMMAND --help` lists a command's options."
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status.
+
+    A user's mistake (ValueError, or a path that cannot be read or written) is one plain line on standard error and
+    status 2. TREERING_TRACEBACK=1 shows where it was raised.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    try:
+        if name not in COMMANDS:
+            raise ValueError(f"unknown command {name!r}: the commands are {', '.join(COMMANDS)}")
+        return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+    except (ValueError, OSError) as error:
+        if os.environ.get("TREERING_TRACEBACK"):
+            raise
+        told = str(error)
+        if isinstance(error, OSError) and error.filename:
+            told = f"{error.filename}: {error.strerror}"
+        print(f"treering{' ' + name if name in COMMANDS else ''}: {' '.join(told.split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
