@@ -1,0 +1,132 @@
+"""The command line: a user's mistake is one plain line, exit status 2, and nothing written."""
+
+import shutil
+
+import pytest
+
+import tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from models.convert import convert
+
+    folder = tmp_path_factory.mktemp("cli")
+    source = tiny.write_folder(folder / "hf", {**tiny.LLAMA, "vocab_size": 400})
+    tiny.save_byte_level(source)
+    convert(source, folder / "checkpoint")
+    return folder / "checkpoint"
+
+
+def run(arguments, capsys):
+    import treering
+
+    status = treering.main([str(argument) for argument in arguments])
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (["--promt", "x"], "unknown option --promt: did you mean --prompt?"),
+        (["--prompt", "x", "--mesh.contxt", "2"], "did you mean --mesh.context?"),
+        (["--prompt", "x", "--mesh.context", "16"], "context 16 takes 16 devices and 8 are here"),
+        (["--prompt", "x", "--mesh.tensor", "4"], "does not divide kv_heads 2: sizes that work are 1, 2"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x" * 4000], "the model's context holds 256"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature -1.0 is negative"),
+        (["--prompt", "x", "--temperature", "hot"], "--temperature"),
+        (["--prompt", "x", "--max-new-tokens", "-1"], "max-new-tokens -1 is negative"),
+        (["--prompt", "x", "--layers", "folded"], "'auto', 'stacked', 'unrolled'"),
+        ([], "missing --prompt"),
+        (["--prompt", "x", "extra"], "extra"),
+    ],
+)
+def test_generate_refuses_in_one_line(checkpoint, capsys, options, words):
+    status, out, err = run(["generate", checkpoint, *options], capsys)
+    last = err.splitlines()[-1]
+    assert status == 2 and words in last and last.startswith("treering generate: ")
+    assert out == "" and "Traceback" not in err
+
+
+def test_paths_of_the_wrong_kind_say_which_command_is_meant(checkpoint, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    hf = checkpoint.parent / "hf"
+    for arguments, words in (
+        (["generate", tmp_path / "none", "--prompt", "x"], "does not exist"),
+        (["generate", tmp_path / "empty", "--prompt", "x"], "empty"),
+        (["generate", hf, "--prompt", "x"], "treering convert"),
+        (["convert", tmp_path / "none", tmp_path / "new"], "does not exist"),
+        (["convert", tmp_path / "empty", tmp_path / "new"], "empty"),
+        (["convert", checkpoint, tmp_path / "new"], "is a checkpoint already"),
+        (["convert", hf, checkpoint], "exists"),
+        (["converrt", hf, checkpoint], "the commands are"),
+    ):
+        status, out, err = run(arguments, capsys)
+        assert status == 2 and words in err and err.count("\n") == 1 and out == "", (arguments, err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
+
+
+def test_broken_weights_and_configs_are_refused_and_leave_nothing(checkpoint, tmp_path, capsys):
+    import json
+
+    hf = checkpoint.parent / "hf"
+
+    def broken(name, change):
+        folder = tmp_path / name
+        shutil.copytree(hf, folder)
+        change(folder)
+        status, _, err = run(["convert", folder, tmp_path / "new"], capsys)
+        assert status == 2 and "Traceback" not in err and not (tmp_path / "new").exists()
+        return err.splitlines()[-1]
+
+    def edit(**fields):
+        def change(folder):
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+        return change
+
+    def truncate(folder):
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+
+    def drop(folder):
+        import safetensors.numpy
+
+        weights = safetensors.numpy.load_file(folder / "model.safetensors")
+        del weights["model.layers.1.self_attn.k_proj.weight"]
+        safetensors.numpy.save_file(weights, folder / "model.safetensors")
+
+    assert "model.safetensors" in broken("truncated", truncate)
+    assert "model.layers.1.self_attn.k_proj.weight" in broken("missing", drop)
+    assert "mamba" in broken("type", edit(model_type="mamba"))
+    assert "gelu" in broken("act", edit(hidden_act="gelu"))
+    assert "attention_sinks" in broken("unknown", edit(attention_sinks=4))
+
+
+def test_stdin_max_tokens_and_json(checkpoint, capsys, monkeypatch):
+    import io
+    import json
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("The capital"))
+    status, out, _ = run(["generate", checkpoint, "--prompt", "-", "--json", "--max-new-tokens", "3"], capsys)
+    answer = json.loads(out.splitlines()[-1])
+    assert status == 0 and len(answer["tokens"]) == 3 and answer["finish_reason"] == "length"
+    status, out, _ = run(["generate", checkpoint, "--prompt", "x", "--json", "--max-new-tokens", "0"], capsys)
+    answer = json.loads(out.splitlines()[-1])
+    assert status == 0 and answer["tokens"] == [] and answer["finish_reason"] == "length" and answer["text"] == ""
+
+
+def test_help_names_every_option(capsys):
+    from configs.cli import flags_of
+    from configs.infer import GenerateOptions
+
+    with pytest.raises(SystemExit):
+        run(["generate", "--help"], capsys)
+    shown = capsys.readouterr().out
+    for flag in flags_of(GenerateOptions):
+        assert flag in shown or flag == "--checkpoint"
+    assert run(["--help"], capsys)[0] == 0
+    assert run([], capsys)[0] == 2

@@ -1,0 +1,54 @@
+"""What the compiled decode step of a 32-head model does, read from its program."""
+
+import jax
+import pytest
+
+import hlo
+
+
+def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384):
+    from configs.llama import LLAMA_3_2_1B_CUT
+    from configs.precision import Precision
+    from infer.engine import Engine
+    from layers.sharding import Plan
+    from models.families import families
+
+    plan = Plan(mesh(**sizes), "decode")
+    family = families()["llama"]
+    model = plan.init(lambda: family.init(LLAMA_3_2_1B_CUT, jax.random.key(0)), "parameters")
+    if unrolled:
+        model = model.unrolled()
+    engine = Engine(model, plan, Precision(), batch=batch, capacity=capacity)
+    return engine, hlo.read(engine.decode_program().compiled)
+
+
+@pytest.mark.parametrize("unrolled", [False, True], ids=["stacked", "unrolled"])
+@pytest.mark.parametrize("sizes", [{"context": 8}, {"context": 4, "tensor": 2}], ids=["context8", "context4-tensor2"])
+def test_one_all_to_all_and_two_all_reduces_a_layer(mesh, sizes, unrolled):
+    """Beside those, one all-reduce joins the embedding's lookup, and one all-gather of pairs the argmax."""
+    engine, program = decode_program(mesh, sizes, unrolled=unrolled)
+    config = engine.model.config
+    assert program.launches() == {
+        "all-to-all": config.layers,
+        "all-reduce": 2 * config.layers + 1,
+        "all-gather": 1,
+    }
+    gathered = [c for c in program.collectives if c.kind == "all-gather"]
+    assert all(collective.received <= 2 * 4 * 8 for collective in gathered), "logits were gathered"
+    # A layer's local cache: keys of one layer on one device.
+    cache = engine.cache_bytes_per_device()
+    local = cache // 2 // config.layers
+    assert program.moves(at_least=local) == []
+    assert program.alias_bytes >= cache, "the cache is not donated"
+    # XLA on CPU copies a layer's weights out of the stack: one layer's share of them, never the cache.
+    layer = sum(leaf.nbytes // 8 for leaf in jax.tree.leaves(engine.model.blocks)) // config.layers
+    assert program.temporary_bytes < local + (0 if unrolled else 2 * layer)
+
+
+def test_temporary_memory_does_not_grow_with_the_capacity(mesh):
+    """Reading and writing go page by page: no program ever holds a layer's keys twice."""
+    small, large = (
+        decode_program(mesh, {"context": 8}, unrolled=True, capacity=capacity)[1].temporary_bytes
+        for capacity in (4096, 65536)
+    )
+    assert large <= small + 2**16

@@ -1,0 +1,172 @@
+"""Prefill and decode: equal to one full pass, on every mesh, for rows of any length."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import tiny
+
+MESHES = [
+    {"context": 1},
+    {"context": 2},
+    {"context": 3},
+    {"context": 8},
+    {"context": 4, "tensor": 2},
+    {"data": 2, "context": 2, "tensor": 2},
+]
+LENGTHS = (1, 3, 7, 16, 17, 31, 39, 40)
+
+
+def name(sizes):
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from models.convert import convert
+
+    source = tiny.write_folder(tmp_path_factory.mktemp("tiny") / "hf")
+    convert(source, source.parent / "checkpoint")
+    return source.parent / "checkpoint"
+
+
+def make_engine(folder, mesh, sizes, *, batch, capacity, unrolled=False):
+    from configs.precision import Precision
+    from infer.engine import Engine
+    from layers.sharding import Plan
+    from models.checkpoint import load_model
+
+    plan = Plan(mesh(**sizes), "decode")
+    model = load_model(folder, plan, "float32")
+    if unrolled:
+        model = model.unrolled()
+    return Engine(model, plan, Precision(), batch=batch, capacity=capacity)
+
+
+def token_rows(count, length, seed=0):
+    return np.random.default_rng(seed).integers(0, tiny.LLAMA["vocab_size"], (count, length)).tolist()
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """Logits `[rows positions vocab]` of one full pass in transformers over 46 tokens of eight rows."""
+    torch = pytest.importorskip("torch")
+    rows = token_rows(len(LENGTHS), 46)
+    with torch.inference_mode():
+        return rows, tiny.torch_model()(input_ids=torch.tensor(rows)).logits.numpy()
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=name)
+def test_prefill_and_decode_equal_one_pass(folder, mesh, oracle, sizes):
+    """Rows of unequal length, prefilled together in padded chunks, then six tokens one by one."""
+    rows, logits = oracle
+    engine = make_engine(folder, mesh, sizes, batch=len(rows), capacity=48)
+    prompts = [row[:length] for row, length in zip(rows, LENGTHS, strict=True)]
+    ours, state = engine.prefill(engine.empty_state(), prompts)
+    for step in range(7):
+        expected = np.stack([logits[i, length + step - 1] for i, length in enumerate(LENGTHS)])
+        assert np.abs(np.asarray(ours) - expected).max() <= 1e-5 * np.abs(logits).max(), step
+        if step < 6:
+            ours, state = engine.prefill(state, [[row[n + step]] for row, n in zip(rows, LENGTHS, strict=True)])
+    assert np.array_equal(np.asarray(state.lengths), np.array(LENGTHS) + 6)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 16])
+def test_any_chunk_size_gives_the_same_logits(folder, mesh, oracle, chunk, monkeypatch):
+    from infer import engine as module
+
+    monkeypatch.setattr(module, "PREFILL_CHUNKS", (chunk,))
+    rows, logits = oracle
+    engine = make_engine(folder, mesh, {"context": 4}, batch=1, capacity=46)
+    state = engine.empty_state()
+    for start in range(0, 46, chunk):
+        end = min(start + chunk, 46)
+        ours, state = engine.prefill(state, [rows[0][start:end]])
+        assert np.abs(np.asarray(ours)[0] - logits[0, end - 1]).max() <= 1e-5 * np.abs(logits).max(), end
+
+
+def test_greedy_tokens_are_those_of_each_row_alone_on_every_mesh(folder, mesh):
+    prompts = [row[:length] for row, length in zip(token_rows(4, 40, seed=1), (1, 5, 5, 40), strict=True)]
+    alone = make_engine(folder, mesh, {"context": 1}, batch=1, capacity=64)
+    expected = [[step.token for step in alone.generate([prompt], max_new_tokens=12)] for prompt in prompts]
+    for sizes in ({"context": 8}, {"data": 2, "context": 2, "tensor": 2}):
+        engine = make_engine(folder, mesh, sizes, batch=4, capacity=64)
+        assert collect(engine, prompts, max_new_tokens=12) == expected, sizes
+    unrolled = make_engine(folder, mesh, {"context": 2}, batch=4, capacity=64, unrolled=True)
+    assert collect(unrolled, prompts, max_new_tokens=12) == expected
+
+
+def collect(engine, prompts, **options):
+    made = [[] for _ in prompts]
+    for step in engine.generate(prompts, **options):
+        made[step.row].append(step.token)
+    return made
+
+
+def test_a_request_after_others_equals_a_fresh_one(folder, mesh):
+    engine = make_engine(folder, mesh, {"context": 4}, batch=1, capacity=64)
+    first, second = token_rows(2, 30, seed=2)
+    fresh = collect(engine, [first], max_new_tokens=8)
+    collect(engine, [second], max_new_tokens=20)
+    assert collect(engine, [first], max_new_tokens=8) == fresh
+
+
+@pytest.mark.parametrize("prompt_length", [6, 15, 16])
+def test_a_full_row_ends_with_length_and_the_right_tokens(folder, mesh, prompt_length):
+    prompt = token_rows(1, prompt_length, seed=3)[0]
+    wide = make_engine(folder, mesh, {"context": 2}, batch=1, capacity=64)
+    narrow = make_engine(folder, mesh, {"context": 2}, batch=1, capacity=16)
+    room = 16 - prompt_length
+    expected = collect(wide, [prompt], max_new_tokens=room)
+    for wanted in (room - 1, room, room + 1, 100):
+        steps = list(narrow.generate([prompt], max_new_tokens=max(wanted, 0)))
+        assert [step.token for step in steps] == expected[0][: max(min(wanted, room), 0)]
+        assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["length"] * bool(steps)
+
+
+def test_rows_stop_one_by_one_at_any_end_token(folder, mesh):
+    engine = make_engine(folder, mesh, {"context": 2}, batch=4, capacity=64)
+    prompts = token_rows(4, 9, seed=4)
+    free = collect(engine, prompts, max_new_tokens=10)
+    ends = frozenset({free[0][2], free[2][5]})
+    stopped: list[list] = [[] for _ in prompts]
+    for step in engine.generate(prompts, max_new_tokens=10, end_ids=ends):
+        stopped[step.row].append(step)
+    for row, steps in zip(free, stopped, strict=True):
+        at = next((i for i, token in enumerate(row) if token in ends), None)
+        length = 10 if at is None else at + 1
+        assert [step.token for step in steps] == row[:length]
+        assert steps[-1].finish_reason == ("length" if at is None else "stop")
+
+
+def test_the_table_of_pages_may_be_any_permutation(folder, mesh):
+    """Rows find their keys through the table, wherever their pages lie."""
+    rows = token_rows(4, 60, seed=5)
+    engine = make_engine(folder, mesh, {"context": 2}, batch=4, capacity=1100)
+    fresh, _ = engine.prefill(engine.empty_state(), rows)
+    state = engine.empty_state()
+    table = np.asarray(state.table)
+    assert table.size > 4
+    shuffled = np.random.default_rng(0).permutation(table.size).astype(np.int32).reshape(table.shape)
+    state = dataclasses.replace(state, table=jax.device_put(shuffled, state.table.sharding))
+    moved, _ = engine.prefill(state, rows)
+    assert np.array_equal(np.asarray(fresh), np.asarray(moved))
+
+
+def test_wrong_prompts_are_refused_by_name(folder, mesh):
+    engine = make_engine(folder, mesh, {"data": 2}, batch=2, capacity=8)
+    for prompts, word in (
+        ([[]], "empty"),
+        ([[1] * 9], "9 tokens"),
+        ([[96]], "vocabulary of 96"),
+        ([[-1]], "outside"),
+        ([[1]] * 3, "3 prompts"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            list(engine.generate(prompts, max_new_tokens=1))
+    with pytest.raises(ValueError, match="negative"):
+        list(engine.generate([[1]], max_new_tokens=1, temperature=-0.5))
+    with pytest.raises(ValueError, match="batch 3"):
+        make_engine(folder, mesh, {"data": 2}, batch=3, capacity=8)

@@ -1,0 +1,50 @@
+"""A random model of Llama 3.2 1B's proportions, 32 heads and 8 key heads, where the all-to-all runs."""
+
+import numpy as np
+import pytest
+
+import smollm2
+import tiny
+
+CONFIG = {
+    **tiny.LLAMA,
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": True,
+}
+NEW_TOKENS = 48
+
+
+@pytest.mark.parametrize("sizes", [{"context": 8}, {"context": 4, "tensor": 2}], ids=["context8", "context4-tensor2"])
+def test_greedy_tokens_equal_transformers_where_heads_divide(tmp_path, mesh, sizes):
+    pytest.importorskip("torch")
+    from configs.precision import Precision
+    from infer.engine import Engine
+    from layers.cache import head_scheme
+    from layers.sharding import Plan
+    from models.checkpoint import load_model
+    from models.convert import convert
+
+    convert(tiny.write_folder(tmp_path / "hf", CONFIG), tmp_path / "checkpoint")
+    plan = Plan(mesh(**sizes), "decode")
+    assert head_scheme(plan, (6, 1, 32, 64)) == "all_to_all"
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 2048, length).tolist() for length in (1, 2, 9, 33, 64, 100)]
+    oracle = tiny.torch_model(CONFIG)
+    engine = Engine(load_model(tmp_path / "checkpoint", plan, "float32"), plan, Precision(), batch=6, capacity=160)
+    ours: list[list[int]] = [[] for _ in prompts]
+    for step in engine.generate(prompts, max_new_tokens=NEW_TOKENS):
+        ours[step.row].append(step.token)
+    compared = 0
+    for prompt, row in zip(prompts, ours, strict=True):
+        tokens, gaps = smollm2.greedy(oracle, prompt, NEW_TOKENS)
+        steps = next((i for i, gap in enumerate(gaps) if gap <= 1e-3), NEW_TOKENS)
+        assert row[:steps] == tokens[:steps], len(prompt)
+        compared += steps
+    assert compared >= 0.9 * NEW_TOKENS * len(prompts)
