@@ -12,13 +12,13 @@ import statistics
 import time
 from collections.abc import Callable
 
-import jax
 import numpy as np
 
 from bench.report import publish, table, versions
 from configs.mesh import MeshConfig
 from configs.precision import Precision
 from infer.engine import Engine
+from infer.rows import EngineState
 from layers.devices import plan_for
 from models.checkpoint import load_model, named_leaves
 from models.families import families
@@ -33,17 +33,20 @@ class Ours:
     def __init__(self, engine: Engine, fill: int):
         self.engine = engine
         self.program = engine.decode_program()
-        lengths = engine.put(np.full(engine.batch, fill, np.int32))
-        self.state = dataclasses.replace(engine.empty_state(), lengths=lengths)
-        self.live = engine.put(np.ones(engine.batch, np.int32))
-        self.key = jax.random.key(0)
+        self.one = engine.put(np.int32(1))
+        state = engine.empty_state()
+        live = engine.put(np.ones(engine.batch, bool))
+        budget = engine.put(np.full(engine.batch, 2**30, np.int32))
+        rows = dataclasses.replace(state.rows, live=live, budget=budget)
+        self.lengths = engine.put(np.full(engine.batch, fill, np.int32))
+        self.state = EngineState(state.cache, rows)
 
     def __call__(self) -> None:
-        """One token; the row is set back to its length, so that every round reads as much."""
-        ids = self.engine.put(np.ones(self.engine.batch, np.int32))
-        ids, state = self.program(self.engine.model, self.state, ids, self.live, self.key, None)
-        np.asarray(ids)
-        self.state = dataclasses.replace(state, lengths=state.lengths - 1)
+        """One token; the row is set back to its length first, so that every round reads as much."""
+        cache = dataclasses.replace(self.state.cache, lengths=self.lengths + 0)
+        state = EngineState(cache, self.state.rows)
+        self.state, drawn = self.program(self.engine.model, state, self.one)
+        np.asarray(drawn.tokens)
 
 
 class Transformers:

@@ -1,18 +1,23 @@
-"""Prefill and decode: the two compiled programs of generation, and the loop that runs them."""
+"""The compiled programs of generation, and the state that they run on.
+
+Four programs, each compiled once a shape: `admit` gives a row its pages and settings, `append` runs prompt tokens
+through the model, `start` draws the first token after a prompt, `decode` draws several tokens in every live row. Which
+requests take which rows is the scheduler's affair (`infer.scheduler`).
+"""
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from configs.precision import Precision
-from infer.sampling import sample
+from infer.rows import EngineState, Rows, at_rows, set_rows
+from infer.sampling import Kind, draw, log_probabilities
 from layers.attention import Context
 from layers.cache import DecodeState, PagedAttention
 from layers.program import Program
@@ -23,241 +28,257 @@ PAGE_SLOTS = 256
 """Slots of a page on each device: long enough that a page's products run at speed."""
 PREFILL_CHUNKS = (16, 64, 256)
 """Tokens that one prefill call takes. Few, since each is a program to compile; a prompt's last chunk is padded."""
+MAX_STEPS = 8
+"""Tokens that one call of `decode` draws in each row at most."""
 
 
-def _advance(
+def run(
     model: Transformer,
-    state: DecodeState,
+    cache: DecodeState,
+    index: Int[Array, "batch"],
     tokens: Int[Array, "batch seq"],
     count: Int[Array, "batch"],
     plan: Plan,
     precision: Precision,
 ) -> tuple[Float[Array, "batch vocab"], DecodeState]:
-    """Appends the first `count` of each row's tokens; logits of each row's last one."""
+    """Appends the first `count` of `tokens` to the cache's rows `index`; logits after each one's last."""
     steps = jnp.arange(tokens.shape[1])[None, :]
-    positions = jnp.where(steps < count[:, None], state.lengths[:, None] + steps, -1)
-    context = Context(positions, None, PagedAttention(state.table), plan)
+    lengths = cache.lengths[index]
+    positions = jnp.where(steps < count[:, None], lengths[:, None] + steps, -1)
+    context = Context(positions, None, PagedAttention(cache.table[index]), plan)
     with jax.default_matmul_precision(precision.matmul):
-        hidden, pools = model(tokens, context, state.pools, dtype=jnp.dtype(precision.compute))
+        hidden, pools = model(tokens, context, cache.pools, dtype=jnp.dtype(precision.compute))
         last = jnp.maximum(count - 1, 0)[:, None, None]
-        hidden = jnp.take_along_axis(hidden, last, axis=1)
-        logits = model.unembed(hidden, context)[:, 0]
-    return logits, DecodeState(pools, state.table, state.lengths + count)
+        logits = model.unembed(jnp.take_along_axis(hidden, last, axis=1), context)[:, 0]
+    return logits, DecodeState(pools, cache.table, cache.lengths.at[index].add(count))
 
 
-def _placed(tree: DecodeState, plan: Plan) -> DecodeState:
-    """States leave a program as they entered it, or the next call would compile anew."""
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, plan.shardings(tree, "activations"))
+class Drawn(eqx.Module):
+    """What `start` or `decode` drew: one token a row, or several steps of them."""
 
-
-def prefill(
-    model: Transformer,
-    state: DecodeState,
-    tokens: Int[Array, "batch seq"],
-    count: Int[Array, "batch"],
-    plan: Plan,
-    precision: Precision,
-) -> tuple[Float[Array, "batch vocab"], DecodeState]:
-    """Appends a chunk of prompt to each row: `count` tokens of `tokens`, none where it is 0.
-
-    Returns the logits after each row's last token, and the state; the state passed in is consumed.
-    """
-    logits, state = _advance(model, state, tokens, count, plan, precision)
-    return logits, _placed(state, plan)
-
-
-def decode_step(
-    model: Transformer,
-    state: DecodeState,
-    tokens: Int[Array, "batch"],
-    live: Int[Array, "batch"],
-    key: PRNGKeyArray,
-    temperature: Float[Array, "batch"] | None,
-    plan: Plan,
-    precision: Precision,
-) -> tuple[Int[Array, "batch"], DecodeState]:
-    """Appends one token to each row where `live` is 1, and draws the next; the state passed in is consumed."""
-    logits, state = _advance(model, state, tokens[:, None], live, plan, precision)
-    return plan.constrain(sample(logits, key, temperature, plan), "batch"), _placed(state, plan)
-
-
-@eqx.filter_jit
-def first_token(
-    logits: Float[Array, "batch vocab"], key: PRNGKeyArray, temperature: Float[Array, "batch"] | None, plan: Plan
-) -> Int[Array, "batch"]:
-    """Draws the token after a prompt."""
-    return plan.constrain(sample(logits, key, temperature, plan), "batch")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One generated token of one row."""
-
-    row: int
-    token: int
-    finish_reason: Literal["stop", "length"] | None
-    """Set on a row's last token."""
+    tokens: Int[Array, "*steps batch"]
+    """-1 where a row was not live, or the step did not run."""
+    logprobs: tuple[Array, Array, Array] | None
+    """Of each token `[*steps batch]`, and of the likeliest tokens `[*steps batch top]` with their ids."""
 
 
 class Engine:
     """A model on a mesh, ready to generate for up to `batch` rows of up to `capacity` tokens each.
 
-    Raises ValueError where the batch is no multiple of the devices over rows.
+    `pages` is the number of cache pages of each group of devices with its own rows (data x fsdp); None for as many as
+    all rows need when full. Rows take pages from the pool as their requests are admitted.
+
+    Raises ValueError where the batch is no multiple of the devices over rows, or a size is below one.
     """
 
-    def __init__(self, model: Transformer, plan: Plan, precision: Precision, *, batch: int, capacity: int):
-        groups = plan.size("data", "fsdp")
-        if batch % groups:
+    def __init__(
+        self,
+        model: Transformer,
+        plan: Plan,
+        precision: Precision,
+        *,
+        batch: int,
+        capacity: int,
+        pages: int | None = None,
+    ):
+        self.groups = plan.size("data", "fsdp")
+        if batch < 1 or batch % self.groups:
             raise ValueError(
-                f"batch {batch} is no multiple of mesh.data x mesh.fsdp = {groups}: each takes an equal number of rows"
+                f"batch {batch} is no multiple of mesh.data x mesh.fsdp = {self.groups}: each takes as many rows"
             )
         if capacity < 1:
             raise ValueError(f"capacity {capacity}: a row holds at least 1 token")
         self.model, self.plan, self.precision = model, plan, precision
         self.batch, self.capacity = batch, capacity
-        self._programs: dict[tuple[str, int, bool], Program] = {}
+        devices = plan.size("context")
+        self.page_tokens = min(PAGE_SLOTS, -(-capacity // devices)) * devices
+        self.row_pages = -(-capacity // self.page_tokens)
+        self.group_rows = batch // self.groups
+        self.group_pages = self.group_rows * self.row_pages if pages is None else pages
+        if self.group_pages < 1:
+            raise ValueError(f"pages {pages}: the pool holds at least 1 page")
+        self._programs: dict[tuple[Any, ...], Program] = {}
 
-    def _make_state(self) -> DecodeState:
-        devices = self.plan.size("context")
-        slots = min(PAGE_SLOTS, -(-self.capacity // devices))
-        row_pages = -(-self.capacity // (slots * devices))
-        rows_here = self.batch // self.plan.size("data", "fsdp")
+    # States.
 
-        own = jnp.arange(self.batch, dtype=jnp.int32) % rows_here
-        return DecodeState(
-            pools=empty_pools(
-                self.model.config,
-                self.model.places,
-                pages=self.batch * row_pages,
-                page_tokens=slots * devices,
-                dtype=jnp.dtype(self.precision.cache),
+    def _make_state(self) -> EngineState:
+        row = jnp.arange(self.batch, dtype=jnp.int32) % self.group_rows
+        pages = row[:, None] * self.row_pages + jnp.arange(self.row_pages, dtype=jnp.int32)[None, :]
+        config = self.model.config
+        return EngineState(
+            cache=DecodeState(
+                pools=empty_pools(
+                    config,
+                    self.model.places,
+                    pages=self.groups * self.group_pages,
+                    page_tokens=self.page_tokens,
+                    dtype=jnp.dtype(self.precision.cache),
+                ),
+                # Rows that own equal parts of the pool, where it is large enough for that.
+                table=jnp.where(pages < self.group_pages, pages, 0),
+                lengths=jnp.zeros(self.batch, jnp.int32),
             ),
-            table=own[:, None] * row_pages + jnp.arange(row_pages, dtype=jnp.int32)[None, :],
-            lengths=jnp.zeros(self.batch, jnp.int32),
+            rows=Rows.empty(self.batch, config.vocab),
         )
 
-    def empty_state(self) -> DecodeState:
-        """A state of empty rows, built straight onto its devices."""
+    def empty_state(self) -> EngineState:
+        """A state of empty rows, built straight onto its devices; each row owns its part of a pool of full size."""
         return self.plan.init(self._make_state, "activations")
 
-    def abstract_state(self) -> DecodeState:
+    def abstract_state(self) -> EngineState:
         """Shapes, dtypes and shardings of a state."""
         return self.plan.abstract(eqx.filter_eval_shape(self._make_state), "activations")
 
-    def _rows(self, *shape: int, dtype: Any = jnp.int32, dims: str = "batch") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.plan.sharding(dims, shape))
-
-    def _heat(self, sampled: bool) -> jax.ShapeDtypeStruct | None:
-        return self._rows(self.batch, dtype=jnp.float32) if sampled else None
-
-    def prefill_program(self, chunk: int) -> Program:
-        """The compiled `prefill` for chunks of `chunk` tokens."""
-        if ("prefill", chunk, False) not in self._programs:
-            self._programs["prefill", chunk, False] = Program(
-                functools.partial(prefill, plan=self.plan, precision=self.precision),
-                self.model,
-                self.abstract_state(),
-                self._rows(self.batch, chunk, dims="batch seq"),
-                self._rows(self.batch),
-            )
-        return self._programs["prefill", chunk, False]
-
-    def decode_program(self, sampled: bool = False) -> Program:
-        """The compiled `decode_step`; greedy choice is a program of its own, without noise."""
-        if ("decode", 1, sampled) not in self._programs:
-            self._programs["decode", 1, sampled] = Program(
-                functools.partial(decode_step, plan=self.plan, precision=self.precision),
-                self.model,
-                self.abstract_state(),
-                self._rows(self.batch),
-                self._rows(self.batch),
-                jax.random.key(0),
-                self._heat(sampled),
-            )
-        return self._programs["decode", 1, sampled]
-
-    def compile(self, prompt_tokens: int, *, sampled: bool = False) -> None:
-        """Compiles ahead all that generating from a prompt of this length runs."""
-        for size in chunk_sizes(prompt_tokens):
-            self.prefill_program(size)
-        self.decode_program(sampled)
-
-    def put(self, values: np.ndarray, dims: str = "batch") -> Array:
-        """Host values as a global array with `dims`."""
-        return jax.device_put(values, self.plan.sharding(dims, values.shape))
-
     def cache_bytes_per_device(self) -> int:
         """Bytes of keys and values that one device holds, filled or not."""
-        pools = self.abstract_state().pools
+        pools = self.abstract_state().cache.pools
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
-        return total // self.plan.size("data", "fsdp", "context", "tensor")
+        return total // self.plan.mesh.size
 
-    def prefill(self, state: DecodeState, prompts: Sequence[Sequence[int]]) -> tuple[Array, DecodeState]:
-        """Appends each row's prompt (an empty one leaves its row untouched), in chunks of few shapes.
+    # Programs.
 
-        Returns the logits `[batch vocab]` after each row's last token, on the host's side still sharded.
+    def _placed(self, state: EngineState) -> EngineState:
+        """States leave a program as they entered it: the next call takes them as they are."""
+        return jax.tree.map(jax.lax.with_sharding_constraint, state, self.plan.shardings(state, "activations"))
+
+    def _program(self, key: tuple[Any, ...], function: Any, *inputs: Any) -> Program:
+        if key not in self._programs:
+            self._programs[key] = Program(function, self.model, self.abstract_state(), *inputs)
+        return self._programs[key]
+
+    def _some(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
+
+    @functools.cached_property
+    def _replicated(self) -> jax.NamedSharding:
+        return jax.NamedSharding(self.plan.mesh, jax.P())
+
+    def append_program(self, rows: int, chunk: int) -> Program:
+        """`(model, state, index [rows], tokens [rows chunk], count [rows]) -> (state, logits [rows vocab])`."""
+
+        def append(model, state, index, tokens, count):
+            logits, cache = run(model, state.cache, index, tokens, count, self.plan, self.precision)
+            return self._placed(EngineState(cache, state.rows)), logits
+
+        shapes = self._some(rows), self._some(rows, chunk), self._some(rows)
+        return self._program(("append", rows, chunk), append, *shapes)
+
+    def start_program(self, kind: Kind, top: int | None) -> Program:
+        """`(model, state, logits [groups vocab], index [groups], done [groups]) -> (state, Drawn)`.
+
+        Rows whose prompt is `done` draw their first token.
         """
-        done = 0
-        kept = None
+
+        def start(model, state, logits, index, done):
+            rows = at_rows(state.rows, index)
+            token = draw(logits, rows.sampling, rows.drawn, kind, self.plan)
+            # An index past the end leaves the row of a group that has no prompt as it is.
+            kept = jnp.where(done, index, self.batch)
+            state = EngineState(state.cache, set_rows(state.rows, kept, rows.take(token, done)))
+            logprobs = None if top is None else log_probabilities(logits, token, top)
+            drawn = Drawn(jnp.where(done, token, -1), logprobs)
+            return self._placed(state), jax.tree.map(lambda leaf: leaf[None], drawn)
+
+        logits = jax.ShapeDtypeStruct(
+            (self.groups, self.model.config.vocab),
+            jnp.dtype(self.precision.compute),
+            sharding=self.plan.sharding("batch vocab", (self.groups, self.model.config.vocab)),
+        )
+        shapes = logits, self._some(self.groups), self._some(self.groups, dtype=bool)
+        return self._program(("start", kind, top), start, *shapes)
+
+    def decode_program(self, kind: Kind = "greedy", top: int | None = None) -> Program:
+        """`(model, state, steps) -> (state, Drawn)`: up to `steps` tokens, at most `MAX_STEPS`, in each live row.
+
+        Ends early when no row is live. With `top`, log-probabilities and as many alternatives.
+        """
+
+        def step(model, i, state, drawn):
+            live = state.rows.live
+            index = jnp.arange(self.batch)
+            logits, cache = run(
+                model, state.cache, index, state.rows.token[:, None], live.astype(jnp.int32), self.plan, self.precision
+            )
+            token = draw(logits, state.rows.sampling, state.rows.drawn, kind, self.plan)
+            new = Drawn(jnp.where(live, token, -1), None if top is None else log_probabilities(logits, token, top))
+            drawn = jax.tree.map(lambda all, one: all.at[i].set(one), drawn, new)
+            return i + 1, self._placed(EngineState(cache, state.rows.take(token, live))), drawn
+
+        def decode(model, state, steps):
+            shape = (MAX_STEPS, self.batch)
+            empty = Drawn(
+                jnp.full(shape, -1, jnp.int32),
+                None
+                if top is None
+                else (jnp.zeros(shape), jnp.zeros((*shape, top)), jnp.zeros((*shape, top), jnp.int32)),
+            )
+            _, state, drawn = jax.lax.while_loop(
+                lambda carry: (carry[0] < steps) & jnp.any(carry[1].rows.live),
+                lambda carry: step(model, *carry),
+                (jnp.zeros((), jnp.int32), state, empty),
+            )
+            return state, drawn
+
+        return self._program(("decode", kind, top), decode, self._some())
+
+    def admit_program(self) -> Program:
+        """`(model, state, row, pages [row_pages], Rows of one) -> state`: the row is empty and has these pages."""
+
+        def admit(model, state, row, pages, new):
+            cache = DecodeState(
+                state.cache.pools,
+                state.cache.table.at[row].set(pages),
+                state.cache.lengths.at[row].set(0),
+            )
+            return self._placed(EngineState(cache, set_rows(state.rows, row[None], new)))
+
+        one = jax.tree.map(
+            lambda leaf: self._some(1, *leaf.shape[1:], dtype=leaf.dtype), eqx.filter_eval_shape(self._make_state).rows
+        )
+        return self._program(("admit",), admit, self._some(), self._some(self.row_pages), one)
+
+    def release_program(self) -> Program:
+        """`(model, state, row) -> state`: the row draws no more."""
+
+        def release(model, state, row):
+            rows = eqx.tree_at(lambda rows: rows.live, state.rows, state.rows.live.at[row].set(False))
+            return self._placed(EngineState(state.cache, rows))
+
+        return self._program(("release",), release, self._some())
+
+    def compile(self, prompt_tokens: int, kind: Kind = "greedy", top: int | None = None) -> None:
+        """Compiles ahead all that one request with a prompt of this length runs."""
+        for chunk in set(chunk_sizes(prompt_tokens)):
+            self.append_program(self.groups, chunk)
+        self.start_program(kind, top)
+        self.decode_program(kind, top)
+        self.admit_program()
+
+    def put(self, values: Any) -> Any:
+        """Host values on all devices."""
+        return jax.device_put(values, self._replicated)
+
+    def append(
+        self, state: EngineState, prompts: Sequence[Sequence[int]]
+    ) -> tuple[Float[Array, "batch vocab"], EngineState]:
+        """Appends tokens to every row, in chunks of few shapes; an empty list leaves its row untouched.
+
+        Returns the logits after each row's last token. Generation appends row by row; this is for scoring and tests.
+        """
+        index = self.put(np.arange(self.batch, dtype=np.int32))
+        done, kept = 0, None
         for size in chunk_sizes(max(len(prompt) for prompt in prompts)):
-            tokens = np.zeros((self.batch, size), np.int32)
-            count = np.zeros(self.batch, np.int32)
+            tokens, count = np.zeros((self.batch, size), np.int32), np.zeros(self.batch, np.int32)
             for row, prompt in enumerate(prompts):
                 part = prompt[done : done + size]
                 tokens[row, : len(part)], count[row] = part, len(part)
-            program = self.prefill_program(size)
-            logits, state = program(self.model, state, self.put(tokens, "batch seq"), self.put(count))
-            # A row whose prompt ended in an earlier chunk keeps the logits it had there.
+            program = self.append_program(self.batch, size)
+            state, logits = program(self.model, state, index, self.put(tokens), self.put(count))
+            # A row whose tokens ended in an earlier chunk keeps the logits it had there.
             kept = logits if kept is None else jnp.where(self.put(count > 0)[:, None], logits, kept)
             done += size
-        assert kept is not None, "prefill of no tokens"
+        assert kept is not None, "no tokens to append"
         return kept, state
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        end_ids: frozenset[int] = frozenset(),
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> Iterator[Step]:
-        """Generates for up to `batch` prompts at once, yielding each token as it comes, end tokens included.
-
-        A row stops at any of `end_ids` ("stop"), or after `max_new_tokens` or at capacity ("length").
-
-        Raises ValueError for an empty prompt, one longer than the capacity, an id beyond the vocabulary, more prompts
-        than rows, or a negative temperature.
-        """
-        check_prompts(prompts, self.batch, self.capacity, self.model.config.vocab)
-        if temperature < 0:
-            raise ValueError(f"temperature {temperature} is negative: 0 takes the likeliest token, above 0 samples")
-        if max_new_tokens < 1:
-            return
-        rows = [list(prompt) for prompt in prompts] + [[] for _ in range(self.batch - len(prompts))]
-        heat = None if temperature == 0 else self.put(np.full(self.batch, temperature, np.float32))
-        key, first_key = jax.random.split(jax.random.key(seed))
-        logits, state = self.prefill(self.empty_state(), rows)
-        tokens = first_token(logits, first_key, heat, self.plan)
-        budget = [min(max_new_tokens, self.capacity - len(row)) if row else 0 for row in rows]
-        made = [0] * self.batch
-        live = np.array([room > 0 for room in budget], np.int32)
-        program = self.decode_program(heat is not None)
-        while live.any():
-            for row, token in enumerate(np.asarray(tokens)):
-                if not live[row]:
-                    continue
-                made[row] += 1
-                reason: Literal["stop", "length"] | None = None
-                if int(token) in end_ids:
-                    reason = "stop"
-                elif made[row] == budget[row]:
-                    reason = "length"
-                live[row] = reason is None
-                yield Step(row, int(token), reason)
-            if live.any():
-                key, step_key = jax.random.split(key)
-                tokens, state = program(self.model, state, tokens, self.put(live), step_key, heat)
 
 
 def chunk_sizes(tokens: int) -> list[int]:
@@ -266,17 +287,3 @@ def chunk_sizes(tokens: int) -> list[int]:
     whole, rest = divmod(tokens, PREFILL_CHUNKS[-1])
     tail = [next(size for size in PREFILL_CHUNKS if size >= rest)] if rest else []
     return [PREFILL_CHUNKS[-1]] * whole + tail
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], batch: int, capacity: int, vocab: int) -> None:
-    """Raises ValueError for prompts that the engine cannot hold."""
-    if not 0 < len(prompts) <= batch:
-        raise ValueError(f"{len(prompts)} prompts for {batch} rows: give 1 to {batch}")
-    for prompt in prompts:
-        if not prompt:
-            raise ValueError("the prompt is empty: give at least one token to continue from")
-        if len(prompt) > capacity:
-            raise ValueError(f"the prompt has {len(prompt)} tokens and a row holds {capacity}: shorten the prompt")
-        wrong = [token for token in prompt if not 0 <= token < vocab]
-        if wrong:
-            raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {vocab}")

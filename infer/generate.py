@@ -24,12 +24,14 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     import jax
 
     from infer.engine import Engine
+    from infer.scheduler import Scheduler
+    from infer.text import TextStream
     from layers.devices import describe, plan_for, simulate_cpu_devices
     from models.checkpoint import load_model, read_config
     from models.tokenizer import Tokenizer
     from models.transformer import check_mesh
 
-    check_options(options)
+    request = options.request()
     config = read_config(options.checkpoint)
     tokenizer = Tokenizer.load(options.checkpoint)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
@@ -62,10 +64,13 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     cache_bytes = engine.cache_bytes_per_device()
     say(f"cache {cache_bytes:,} bytes a device, for {capacity} tokens; prompt {len(prompt)} tokens")
     started = time.perf_counter()
-    engine.compile(len(prompt), sampled=options.temperature > 0)
+    sampling = request.sampling
+    kind = "full" if not sampling.is_plain else "temperature" if sampling.temperature else "greedy"
+    engine.compile(len(prompt), kind, request.logprobs)
+    scheduler = Scheduler(engine)
     say(f"compiled in {time.perf_counter() - started:.1f} s")
 
-    stream, pieces, tokens, reason = tokenizer.stream(), [], [], "length"
+    stream, pieces, tokens, logprobs, reason = TextStream(tokenizer.stream(), request.stop), [], [], [], "length"
 
     def emit(piece: str) -> None:
         pieces.append(piece)
@@ -73,21 +78,21 @@ def generate(options: GenerateOptions) -> dict[str, object]:
             print(piece, end="", flush=True)
 
     started = first = last = time.perf_counter()
-    for step in engine.generate(
-        [prompt],
-        max_new_tokens=options.max_new_tokens,
-        end_ids=tokenizer.end_ids,
-        temperature=options.temperature,
-        seed=options.seed,
-    ):
-        last = time.perf_counter()
-        if not tokens:
-            first = last
-        tokens.append(step.token)
-        if step.finish_reason == "stop":
+    number = scheduler.submit(prompt, request, end_ids=tokenizer.end_ids, streamed=not options.json)
+    for event in scheduler.run():
+        if event.token is not None and not stream.stopped:
+            last = time.perf_counter()
+            if not tokens:
+                first = last
+            tokens.append(event.token)
+            logprobs.append(event.logprob)
+            if event.finish_reason != "stop":
+                emit(stream.push(event.token))
+        if stream.stopped:
+            scheduler.cancel(number)
             reason = "stop"
-        else:
-            emit(stream.push(step.token))
+        elif event.finish_reason is not None:
+            reason = event.finish_reason
     emit(stream.finish())
     decode_rate = (len(tokens) - 1) / (last - first) if len(tokens) > 1 else 0.0
     result = {
@@ -99,14 +104,8 @@ def generate(options: GenerateOptions) -> dict[str, object]:
         "decode_tokens_per_second": decode_rate,
         "cache_bytes_per_device": cache_bytes,
     }
+    if request.logprobs is not None:
+        result["logprobs"] = [{"logprob": one.logprob, "top": one.top} for one in logprobs]
     print(json.dumps(result) if options.json else "", flush=True)
     say(f"prefill {first - started:.2f} s; {len(tokens)} tokens at {decode_rate:.1f} tokens/s; {reason}")
     return result
-
-
-def check_options(options: GenerateOptions) -> None:
-    """Raises ValueError for options that are wrong by themselves, before anything is loaded."""
-    if options.temperature < 0:
-        raise ValueError(f"temperature {options.temperature} is negative: 0 takes the likeliest token, above 0 samples")
-    if options.max_new_tokens < 0:
-        raise ValueError(f"max-new-tokens {options.max_new_tokens} is negative: 0 generates nothing")

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 DIMS = (
     "batch seq kv_seq embed heads out_heads kv_heads head_dim mlp vocab layers "
-    "pages row_pages"  # of the KV cache: all pages, and the pages of one row
+    "pages row_pages "  # of the KV cache: all pages, and the pages of one row
+    "ends"  # the tokens that end a row's text
 ).split()
 
 Table = Literal["train", "prefill", "decode"]

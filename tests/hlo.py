@@ -124,6 +124,8 @@ class Program:
     """Bytes of outputs that are written into donated inputs."""
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict, repr=False)
     entry: str = ""
+    loops: int | None = None
+    """Iterations to take for each loop whose count the program does not state."""
 
     @cached_property
     def counts(self) -> dict[str, int | None]:
@@ -144,6 +146,7 @@ class Program:
             return
         if instruction.opcode == "while":
             trips = self.trip_count(computation, instruction)
+            trips = self.loops if trips is None else trips
             for body in instruction.called("body"):
                 yield body, trips
             for condition in instruction.called("condition"):
@@ -384,8 +387,11 @@ def _instruction(line: str) -> Instruction | None:
     return Instruction(head[2], opcode[0], type_text, operands, rest[close + 1 :], bool(head[1]), inside.strip())
 
 
-def read(compiled) -> Program:
-    """The program of a compiled function (`jax.jit(f).lower(...).compile()`), or of its text."""
+def read(compiled, *, loops: int | None = None) -> Program:
+    """The program of a compiled function (`jax.jit(f).lower(...).compile()`), or of its text.
+
+    `loops` is what to take for the iterations of each loop whose count only the run knows.
+    """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     computations: dict[str, dict[str, Instruction]] = {}
@@ -408,4 +414,5 @@ def read(compiled) -> Program:
         None if memory is None else memory.alias_size_in_bytes,
         computations,
         entry,
+        loops,
     )

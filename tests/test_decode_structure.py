@@ -19,13 +19,13 @@ def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384):
     if unrolled:
         model = model.unrolled()
     engine = Engine(model, plan, Precision(), batch=batch, capacity=capacity)
-    return engine, hlo.read(engine.decode_program().compiled)
+    return engine, hlo.read(engine.decode_program().compiled, loops=1)
 
 
 @pytest.mark.parametrize("unrolled", [False, True], ids=["stacked", "unrolled"])
 @pytest.mark.parametrize("sizes", [{"context": 8}, {"context": 4, "tensor": 2}], ids=["context8", "context4-tensor2"])
 def test_one_all_to_all_and_two_all_reduces_a_layer(mesh, sizes, unrolled):
-    """Beside those, one all-reduce joins the embedding's lookup, and one all-gather of pairs the argmax."""
+    """In one step (`loops=1`): beside those, one all-reduce joins the embedding's lookup, and one all-gather of pairs the argmax."""
     engine, program = decode_program(mesh, sizes, unrolled=unrolled)
     config = engine.model.config
     assert program.launches() == {

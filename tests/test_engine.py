@@ -64,13 +64,13 @@ def test_prefill_and_decode_equal_one_pass(folder, mesh, oracle, sizes):
     rows, logits = oracle
     engine = make_engine(folder, mesh, sizes, batch=len(rows), capacity=48)
     prompts = [row[:length] for row, length in zip(rows, LENGTHS, strict=True)]
-    ours, state = engine.prefill(engine.empty_state(), prompts)
+    ours, state = engine.append(engine.empty_state(), prompts)
     for step in range(7):
         expected = np.stack([logits[i, length + step - 1] for i, length in enumerate(LENGTHS)])
         assert np.abs(np.asarray(ours) - expected).max() <= 1e-5 * np.abs(logits).max(), step
         if step < 6:
-            ours, state = engine.prefill(state, [[row[n + step]] for row, n in zip(rows, LENGTHS, strict=True)])
-    assert np.array_equal(np.asarray(state.lengths), np.array(LENGTHS) + 6)
+            ours, state = engine.append(state, [[row[n + step]] for row, n in zip(rows, LENGTHS, strict=True)])
+    assert np.array_equal(np.asarray(state.cache.lengths), np.array(LENGTHS) + 6)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 16])
@@ -83,14 +83,14 @@ def test_any_chunk_size_gives_the_same_logits(folder, mesh, oracle, chunk, monke
     state = engine.empty_state()
     for start in range(0, 46, chunk):
         end = min(start + chunk, 46)
-        ours, state = engine.prefill(state, [rows[0][start:end]])
+        ours, state = engine.append(state, [rows[0][start:end]])
         assert np.abs(np.asarray(ours)[0] - logits[0, end - 1]).max() <= 1e-5 * np.abs(logits).max(), end
 
 
 def test_greedy_tokens_are_those_of_each_row_alone_on_every_mesh(folder, mesh):
     prompts = [row[:length] for row, length in zip(token_rows(4, 40, seed=1), (1, 5, 5, 40), strict=True)]
     alone = make_engine(folder, mesh, {"context": 1}, batch=1, capacity=64)
-    expected = [[step.token for step in alone.generate([prompt], max_new_tokens=12)] for prompt in prompts]
+    expected = [collect(alone, [prompt], max_new_tokens=12)[0] for prompt in prompts]
     for sizes in ({"context": 8}, {"data": 2, "context": 2, "tensor": 2}):
         engine = make_engine(folder, mesh, sizes, batch=4, capacity=64)
         assert collect(engine, prompts, max_new_tokens=12) == expected, sizes
@@ -98,11 +98,22 @@ def test_greedy_tokens_are_those_of_each_row_alone_on_every_mesh(folder, mesh):
     assert collect(unrolled, prompts, max_new_tokens=12) == expected
 
 
+def events_of(engine, prompts, *, end_ids=(), **options):
+    """The events of each prompt, all submitted at once to a fresh scheduler."""
+    from configs.sampling import RequestConfig
+    from infer.scheduler import Scheduler
+
+    scheduler = Scheduler(engine)
+    numbers = [scheduler.submit(prompt, RequestConfig(**options), end_ids=end_ids) for prompt in prompts]
+    made = {number: [] for number in numbers}
+    for event in scheduler.run():
+        made[event.request].append(event)
+    return [made[number] for number in numbers]
+
+
 def collect(engine, prompts, **options):
-    made = [[] for _ in prompts]
-    for step in engine.generate(prompts, **options):
-        made[step.row].append(step.token)
-    return made
+    made = events_of(engine, prompts, **options)
+    return [[event.token for event in events if event.token is not None] for events in made]
 
 
 def test_a_request_after_others_equals_a_fresh_one(folder, mesh):
@@ -119,11 +130,12 @@ def test_a_full_row_ends_with_length_and_the_right_tokens(folder, mesh, prompt_l
     wide = make_engine(folder, mesh, {"context": 2}, batch=1, capacity=64)
     narrow = make_engine(folder, mesh, {"context": 2}, batch=1, capacity=16)
     room = 16 - prompt_length
-    expected = collect(wide, [prompt], max_new_tokens=room)
-    for wanted in (room - 1, room, room + 1, 100):
-        steps = list(narrow.generate([prompt], max_new_tokens=max(wanted, 0)))
-        assert [step.token for step in steps] == expected[0][: max(min(wanted, room), 0)]
-        assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["length"] * bool(steps)
+    expected = collect(wide, [prompt], max_new_tokens=room)[0]
+    for wanted in {max(room - 1, 0), room, room + 1, 100}:
+        events = events_of(narrow, [prompt], max_new_tokens=wanted)[0]
+        tokens = [event.token for event in events if event.token is not None]
+        assert tokens == expected[: min(wanted, room)]
+        assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
 
 
 def test_rows_stop_one_by_one_at_any_end_token(folder, mesh):
@@ -131,42 +143,34 @@ def test_rows_stop_one_by_one_at_any_end_token(folder, mesh):
     prompts = token_rows(4, 9, seed=4)
     free = collect(engine, prompts, max_new_tokens=10)
     ends = frozenset({free[0][2], free[2][5]})
-    stopped: list[list] = [[] for _ in prompts]
-    for step in engine.generate(prompts, max_new_tokens=10, end_ids=ends):
-        stopped[step.row].append(step)
-    for row, steps in zip(free, stopped, strict=True):
+    for row, events in zip(free, events_of(engine, prompts, max_new_tokens=10, end_ids=ends), strict=True):
         at = next((i for i, token in enumerate(row) if token in ends), None)
-        length = 10 if at is None else at + 1
-        assert [step.token for step in steps] == row[:length]
-        assert steps[-1].finish_reason == ("length" if at is None else "stop")
+        assert [event.token for event in events] == row[: 10 if at is None else at + 1]
+        assert events[-1].finish_reason == ("length" if at is None else "stop")
 
 
 def test_the_table_of_pages_may_be_any_permutation(folder, mesh):
     """Rows find their keys through the table, wherever their pages lie."""
     rows = token_rows(4, 60, seed=5)
     engine = make_engine(folder, mesh, {"context": 2}, batch=4, capacity=1100)
-    fresh, _ = engine.prefill(engine.empty_state(), rows)
+    fresh, _ = engine.append(engine.empty_state(), rows)
     state = engine.empty_state()
-    table = np.asarray(state.table)
+    table = np.asarray(state.cache.table)
     assert table.size > 4
     shuffled = np.random.default_rng(0).permutation(table.size).astype(np.int32).reshape(table.shape)
-    state = dataclasses.replace(state, table=jax.device_put(shuffled, state.table.sharding))
-    moved, _ = engine.prefill(state, rows)
+    moved = jax.device_put(shuffled, state.cache.table.sharding)
+    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=moved))
+    moved, _ = engine.append(state, rows)
     assert np.array_equal(np.asarray(fresh), np.asarray(moved))
 
 
-def test_wrong_prompts_are_refused_by_name(folder, mesh):
-    engine = make_engine(folder, mesh, {"data": 2}, batch=2, capacity=8)
-    for prompts, word in (
-        ([[]], "empty"),
-        ([[1] * 9], "9 tokens"),
-        ([[96]], "vocabulary of 96"),
-        ([[-1]], "outside"),
-        ([[1]] * 3, "3 prompts"),
-    ):
+def test_wrong_requests_are_refused_by_name(folder, mesh):
+    from configs.sampling import RequestConfig
+    from infer.scheduler import Scheduler
+
+    scheduler = Scheduler(make_engine(folder, mesh, {"data": 2}, batch=2, capacity=8))
+    for prompt, word in (([], "empty"), ([1] * 9, "9 tokens"), ([96], "vocabulary of 96"), ([-1], "outside")):
         with pytest.raises(ValueError, match=word):
-            list(engine.generate(prompts, max_new_tokens=1))
-    with pytest.raises(ValueError, match="negative"):
-        list(engine.generate([[1]], max_new_tokens=1, temperature=-0.5))
+            scheduler.submit(prompt, RequestConfig())
     with pytest.raises(ValueError, match="batch 3"):
         make_engine(folder, mesh, {"data": 2}, batch=3, capacity=8)

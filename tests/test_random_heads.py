@@ -25,7 +25,9 @@ NEW_TOKENS = 48
 def test_greedy_tokens_equal_transformers_where_heads_divide(tmp_path, mesh, sizes):
     pytest.importorskip("torch")
     from configs.precision import Precision
+    from configs.sampling import RequestConfig
     from infer.engine import Engine
+    from infer.scheduler import Scheduler
     from layers.cache import head_scheme
     from layers.sharding import Plan
     from models.checkpoint import load_model
@@ -38,11 +40,13 @@ def test_greedy_tokens_equal_transformers_where_heads_divide(tmp_path, mesh, siz
     prompts = [rng.integers(0, 2048, length).tolist() for length in (1, 2, 9, 33, 64, 100)]
     oracle = tiny.torch_model(CONFIG)
     engine = Engine(load_model(tmp_path / "checkpoint", plan, "float32"), plan, Precision(), batch=6, capacity=160)
-    ours: list[list[int]] = [[] for _ in prompts]
-    for step in engine.generate(prompts, max_new_tokens=NEW_TOKENS):
-        ours[step.row].append(step.token)
+    scheduler = Scheduler(engine)
+    numbers = [scheduler.submit(prompt, RequestConfig(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
+    ours: dict[int, list[int]] = {number: [] for number in numbers}
+    for event in scheduler.run():
+        ours[event.request].append(event.token)
     compared = 0
-    for prompt, row in zip(prompts, ours, strict=True):
+    for prompt, row in zip(prompts, ours.values(), strict=True):
         tokens, gaps = smollm2.greedy(oracle, prompt, NEW_TOKENS)
         steps = next((i for i, gap in enumerate(gaps) if gap <= 1e-3), NEW_TOKENS)
         assert row[:steps] == tokens[:steps], len(prompt)

@@ -58,7 +58,9 @@ def oracle(demo_gguf, prompts):
 def check_mesh(checkpoint, mesh, sizes, prompts, oracle, *, unrolled=False):
     """The short prompts as rows of one batch, the long one by itself."""
     from configs.precision import Precision
+    from configs.sampling import RequestConfig
     from infer.engine import Engine
+    from infer.scheduler import Scheduler
     from layers.sharding import Plan
     from models.checkpoint import load_model
 
@@ -68,10 +70,12 @@ def check_mesh(checkpoint, mesh, sizes, prompts, oracle, *, unrolled=False):
         model = model.unrolled()
     for rows, answers, capacity in ((prompts[:-1], oracle[:-1], 128), (prompts[-1:], oracle[-1:], 2048)):
         engine = Engine(model, plan, Precision(), batch=len(rows), capacity=capacity)
-        ours: list[list[int]] = [[] for _ in rows]
-        for step in engine.generate(rows, max_new_tokens=NEW_TOKENS):
-            ours[step.row].append(step.token)
-        for row, prompt, (tokens, steps) in zip(ours, rows, answers, strict=True):
+        scheduler = Scheduler(engine)
+        numbers = [scheduler.submit(row, RequestConfig(max_new_tokens=NEW_TOKENS)) for row in rows]
+        ours: dict[int, list[int]] = {number: [] for number in numbers}
+        for event in scheduler.run():
+            ours[event.request].append(event.token)
+        for row, prompt, (tokens, steps) in zip(ours.values(), rows, answers, strict=True):
             assert row[:steps] == tokens[:steps], (sizes, len(prompt))
 
 

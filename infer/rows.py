@@ -1,0 +1,119 @@
+"""What the device keeps of each row beside its cache: the last token, and when to stop."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from configs.sampling import SamplingConfig
+from infer.sampling import AnyArray, SamplingRows
+from layers.cache import DecodeState
+from layers.sharding import array_field
+
+MAX_ENDS = 8
+"""End tokens that a row is stopped at on device."""
+
+
+class Rows(eqx.Module):
+    """Rows of a running batch."""
+
+    token: Int[AnyArray, "batch"] = array_field("batch")
+    """The last token drawn; the cache does not hold it yet."""
+    live: Bool[AnyArray, "batch"] = array_field("batch")
+    """Whether the row goes on."""
+    drawn: Int[AnyArray, "batch"] = array_field("batch")
+    budget: Int[AnyArray, "batch"] = array_field("batch")
+    """Tokens that the row may draw in all."""
+    ends: Int[AnyArray, "batch ends"] = array_field("batch ends")
+    """Tokens that end the row; -1 for none."""
+    sampling: SamplingRows
+
+    @staticmethod
+    def empty(batch: int, vocab: int) -> "Rows":
+        """No row is live."""
+        zeros = jnp.zeros(batch, jnp.int32)
+        return Rows(
+            token=zeros,
+            live=jnp.zeros(batch, bool),
+            drawn=zeros,
+            budget=zeros,
+            ends=jnp.full((batch, MAX_ENDS), -1, jnp.int32),
+            sampling=SamplingRows.neutral(batch, vocab),
+        )
+
+    @staticmethod
+    def of_request(
+        prompt: Sequence[int], budget: int, end_ids: Collection[int], sampling: SamplingConfig, vocab: int
+    ) -> "Rows":
+        """One row, not live yet, as host arrays.
+
+        Raises ValueError for more end tokens than a row takes, and for a bias beyond the vocabulary.
+        """
+        if len(end_ids) > MAX_ENDS:
+            raise ValueError(f"{len(end_ids)} end tokens: a row takes up to {MAX_ENDS}")
+        bias = np.zeros((1, vocab), np.float32)
+        for token, value in sampling.logit_bias:
+            if not 0 <= token < vocab:
+                raise ValueError(f"logit_bias of token {token}: it is outside the vocabulary of {vocab}")
+            bias[0, token] = value
+        prompted = np.zeros((1, vocab), bool)
+        prompted[0, list(prompt)] = True
+
+        def one(value: float | int | bool, dtype: type = np.float32) -> np.ndarray:
+            return np.array([value], dtype)
+
+        return Rows(
+            token=one(0, np.int32),
+            live=one(False, np.bool_),
+            drawn=one(0, np.int32),
+            budget=one(budget, np.int32),
+            ends=np.array([(sorted(end_ids) + [-1] * MAX_ENDS)[:MAX_ENDS]], np.int32),
+            sampling=SamplingRows(
+                seed=one(sampling.seed, np.uint32),
+                temperature=one(sampling.temperature),
+                top_k=one(sampling.top_k, np.int32),
+                top_p=one(sampling.top_p),
+                min_p=one(sampling.min_p),
+                repetition_penalty=one(sampling.repetition_penalty),
+                presence_penalty=one(sampling.presence_penalty),
+                frequency_penalty=one(sampling.frequency_penalty),
+                bias=bias,
+                prompted=prompted,
+                counts=np.zeros((1, vocab), np.int32),
+            ),
+        )
+
+    def take(self, token: Int[Array, "batch"], where: Bool[Array, "batch"]) -> "Rows":
+        """After drawing `token` in the rows of `where`: they are live unless it ends them or their budget."""
+        drawn = self.drawn + where
+        ended = jnp.any(token[:, None] == self.ends, axis=1) | (drawn >= self.budget)
+        rows = jnp.arange(token.shape[0])
+        counts = self.sampling.counts.at[rows, token].add(where.astype(jnp.int32))
+        return dataclasses.replace(
+            self,
+            token=jnp.where(where, token, self.token),
+            live=jnp.where(where, ~ended, self.live),
+            drawn=drawn,
+            sampling=dataclasses.replace(self.sampling, counts=counts),
+        )
+
+
+class EngineState(eqx.Module):
+    """All that changes while an engine runs."""
+
+    cache: DecodeState
+    rows: Rows
+
+
+def at_rows(tree: Rows, index: Int[Array, "some"]) -> Rows:
+    """The rows of `index`."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def set_rows(tree: Rows, index: Int[Array, "some"], values: Rows) -> Rows:
+    """`tree` with the rows of `index` replaced; an index past the end replaces nothing."""
+    return jax.tree.map(lambda leaf, value: leaf.at[index].set(value, mode="drop"), tree, values)

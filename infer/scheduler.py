@@ -1,0 +1,251 @@
+"""Continuous batching: requests join and leave a running batch.
+
+A request waits until a row and the pages for all its tokens are free, then its prompt is appended chunk by chunk,
+between which running rows decode, so that no row stalls for longer than a chunk. A row that ends gives its pages back
+at once.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from configs.sampling import RequestConfig
+from infer.engine import MAX_STEPS, Drawn, Engine, chunk_sizes
+from infer.pages import Pages
+from infer.rows import Rows
+from infer.sampling import Kind
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Of the raw distribution, before penalties and temperature."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens with their log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One token of one request, or its end without one."""
+
+    request: int
+    token: int | None
+    finish_reason: FinishReason | None
+    """Set on a request's last event."""
+    logprob: TokenLogprob | None = None
+
+
+@dataclass
+class _Request:
+    number: int
+    prompt: list[int]
+    config: RequestConfig
+    end_ids: frozenset[int]
+    budget: int
+    pages: int
+    streamed: bool
+    done: int = 0
+    """Tokens of the prompt that the cache holds."""
+    drawn: int = 0
+    held: list[int] = field(default_factory=list)
+    """Pages of its row."""
+
+
+class Scheduler:
+    """Runs requests on an engine. Not thread-safe: one thread submits and steps."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.state = engine.empty_state()
+        self.pages = Pages(engine.groups, engine.group_pages)
+        self._numbers = itertools.count()
+        self._waiting: deque[_Request] = deque()
+        self._rows: list[_Request | None] = [None] * engine.batch
+        self._events: list[Event] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits, runs, or has yet to be told."""
+        return not (self._waiting or self._events or any(self._rows))
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        config: RequestConfig = RequestConfig(),
+        *,
+        end_ids: Collection[int] = (),
+        streamed: bool = False,
+    ) -> int:
+        """Queues a request; returns its number. `streamed` says that somebody waits for single tokens.
+
+        A row stops at any of `end_ids` ("stop"), or after max_new_tokens or at the engine's capacity ("length").
+
+        Raises ValueError for an empty prompt, one longer than the capacity, ids beyond the vocabulary, and a request
+        that the pool could never hold.
+        """
+        engine, vocab = self.engine, self.engine.model.config.vocab
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one token to continue from")
+        if len(prompt) > engine.capacity:
+            raise ValueError(f"the prompt has {len(prompt)} tokens and a row holds {engine.capacity}: shorten it")
+        wrong = [token for token in prompt if not 0 <= token < vocab]
+        if wrong:
+            raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {vocab}")
+        budget = min(config.max_new_tokens, engine.capacity - len(prompt))
+        pages = -(-(len(prompt) + budget) // engine.page_tokens)
+        if pages > engine.group_pages:
+            raise ValueError(
+                f"{len(prompt)} prompt and {budget} new tokens take {pages} pages of {engine.page_tokens} tokens, and "
+                f"the pool has {engine.group_pages}: ask for fewer, or build the engine with more pages"
+            )
+        # Checked here, so that a wrong bias is refused before anything runs.
+        Rows.of_request(prompt, budget, end_ids, config.sampling, vocab)
+        request = _Request(next(self._numbers), list(prompt), config, frozenset(end_ids), budget, pages, streamed)
+        if budget == 0:
+            self._events.append(Event(request.number, None, "length"))
+        else:
+            self._waiting.append(request)
+        return request.number
+
+    def cancel(self, number: int) -> None:
+        """Ends a request; its row and pages are free at once. One that has ended, or never was, is left alone."""
+        for request in self._waiting:
+            if request.number == number:
+                self._waiting.remove(request)
+                self._events.append(Event(number, None, "cancelled"))
+                return
+        for row, request in enumerate(self._rows):
+            if request is not None and request.number == number:
+                program = self.engine.release_program()
+                self.state = program(self.engine.model, self.state, self.engine.put(np.int32(row)))
+                self._leave(row)
+                self._events.append(Event(number, None, "cancelled"))
+                return
+
+    def step(self) -> list[Event]:
+        """Admits what fits, appends one chunk of a prompt, decodes; returns what happened to requests."""
+        self._admit()
+        self._prefill()
+        self._decode()
+        events, self._events = self._events, []
+        return events
+
+    def run(self) -> Iterator[Event]:
+        """Steps until idle."""
+        while not self.is_idle:
+            yield from self.step()
+
+    def _leave(self, row: int) -> None:
+        request = self._rows[row]
+        assert request is not None
+        self.pages.give_back(row // self.engine.group_rows, request.held)
+        self._rows[row] = None
+
+    def _admit(self) -> None:
+        """In order of arrival: a request that does not fit yet lets none pass it."""
+        engine = self.engine
+        while self._waiting:
+            request = self._waiting[0]
+            fitting = [
+                row
+                for row, taken in enumerate(self._rows)
+                if taken is None and self.pages.free(row // engine.group_rows) >= request.pages
+            ]
+            if not fitting:
+                return
+            # The group with most free pages, so that groups fill evenly.
+            row = max(fitting, key=lambda row: self.pages.free(row // engine.group_rows))
+            self._waiting.popleft()
+            self._rows[row] = request
+            request.held = self.pages.take(row // engine.group_rows, request.pages)
+            table = np.zeros(engine.row_pages, np.int32)
+            table[: request.pages] = request.held
+            new = Rows.of_request(
+                request.prompt, request.budget, request.end_ids, request.config.sampling, engine.model.config.vocab
+            )
+            self.state = engine.admit_program()(
+                engine.model, self.state, engine.put(np.int32(row)), engine.put(table), engine.put(new)
+            )
+
+    def _prefill(self) -> None:
+        """One chunk of the oldest unfinished prompt of each group."""
+        engine = self.engine
+        chosen: list[tuple[int, int, _Request]] = []
+        for group in range(engine.groups):
+            rows = range(group * engine.group_rows, (group + 1) * engine.group_rows)
+            unfinished = [(r.number, row, r) for row in rows if (r := self._rows[row]) and r.done < len(r.prompt)]
+            if unfinished:
+                _, row, request = min(unfinished)
+                chosen.append((group, row, request))
+        if not chosen:
+            return
+        size = max(chunk_sizes(len(request.prompt) - request.done)[0] for _, _, request in chosen)
+        # A group without a prompt names a row of its own, for which nothing is appended.
+        index = np.arange(engine.groups, dtype=np.int32) * engine.group_rows
+        count = np.zeros(engine.groups, np.int32)
+        tokens, done = np.zeros((engine.groups, size), np.int32), np.zeros(engine.groups, bool)
+        for group, row, request in chosen:
+            part = request.prompt[request.done : request.done + size]
+            index[group], count[group] = row, len(part)
+            tokens[group, : len(part)] = part
+            request.done += len(part)
+            done[group] = request.done == len(request.prompt)
+        append = engine.append_program(engine.groups, size)
+        self.state, logits = append(engine.model, self.state, engine.put(index), engine.put(tokens), engine.put(count))
+        if done.any():
+            ended = [request for group, _, request in chosen if done[group]]
+            start = engine.start_program(*self._needs(ended))
+            self.state, drawn = start(engine.model, self.state, logits, engine.put(index), engine.put(done))
+            self._tell(drawn, index)
+
+    def _decode(self) -> None:
+        running = [request for request in self._rows if request and request.done == len(request.prompt)]
+        if not running:
+            return
+        # Somebody waits: for this token, or for the next chunk of a prompt.
+        patient = not (self._waiting or any(request and request not in running for request in self._rows))
+        steps = MAX_STEPS if patient and not any(request.streamed for request in running) else 1
+        program = self.engine.decode_program(*self._needs(running))
+        self.state, drawn = program(self.engine.model, self.state, self.engine.put(np.int32(steps)))
+        self._tell(drawn, np.arange(self.engine.batch))
+
+    @staticmethod
+    def _needs(requests: Sequence[_Request]) -> tuple[Kind, int | None]:
+        """The least program that serves all of them."""
+        sampling = [request.config.sampling for request in requests]
+        kind: Kind = "greedy" if all(s.is_plain and s.temperature == 0 for s in sampling) else "temperature"
+        if not all(s.is_plain for s in sampling):
+            kind = "full"
+        tops = [request.config.logprobs for request in requests if request.config.logprobs is not None]
+        return kind, max(tops, default=None)
+
+    def _tell(self, drawn: Drawn, rows: np.ndarray) -> None:
+        """Events of the tokens drawn, `[steps some]`, in `rows`; rows that ended are free."""
+        tokens = np.asarray(drawn.tokens)
+        logprobs = None if drawn.logprobs is None else [np.asarray(x) for x in drawn.logprobs]
+        for step, column in np.argwhere(tokens >= 0):
+            row, token = int(rows[column]), int(tokens[step, column])
+            request = self._rows[row]
+            assert request is not None
+            request.drawn += 1
+            reason: FinishReason | None = None
+            if token in request.end_ids:
+                reason = "stop"
+            elif request.drawn == request.budget:
+                reason = "length"
+            logprob = None
+            if logprobs is not None and request.config.logprobs is not None:
+                own, values, ids = (x[step, column] for x in logprobs)
+                top = request.config.logprobs
+                pairs = zip(ids[:top].tolist(), values[:top].tolist(), strict=True)
+                logprob = TokenLogprob(float(own), tuple(pairs))
+            self._events.append(Event(request.number, token, reason, logprob))
+            if reason is not None:
+                self._leave(row)
