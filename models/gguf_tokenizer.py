@@ -11,6 +11,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from models.tokenizer import transformers
+
 _CONTROL, _USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`."""
 
@@ -44,8 +46,6 @@ def save_tokenizer(metadata: Mapping[str, Any], config: Mapping[str, Any], targe
 
     Raises ValueError for a kind of tokenizer, or a way to split text, that is not known here.
     """
-    from transformers import PreTrainedTokenizerFast
-
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None}
     own = {key: value for key, value in config.items() if "." not in key and value is not None}
     (target / "config.json").write_text(json.dumps(own, indent=2) + "\n")
@@ -68,7 +68,7 @@ def save_tokenizer(metadata: Mapping[str, Any], config: Mapping[str, Any], targe
         if ggml.get(f"{key}_token_id") is not None
     }
     _add_bos_eos(tokenizer, special, ggml, kind)
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,

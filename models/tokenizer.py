@@ -1,5 +1,6 @@
 """Text to tokens and back, with the tokenizer and the chat template that a checkpoint carries."""
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,12 @@ from models.record import TOKENIZER
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WINDOW = 64
 """Tokens that a stream decodes again at each step before it drops the older ones."""
+
+
+def transformers() -> Any:
+    """The module, imported when it is needed: it takes seconds, and says that it misses PyTorch unless told not to."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    return importlib.import_module("transformers")
 
 
 class Tokenizer:
@@ -44,12 +51,10 @@ class Tokenizer:
         """The tokenizer of a Hugging Face folder."""
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             raise ValueError(f"{folder} holds no tokenizer: convert a folder or file that has one")
-        # Read when transformers is imported; without it a line about PyTorch is printed.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        from transformers import AutoTokenizer
-
         try:
-            inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            inner = transformers().AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # Whatever transformers raises for files that it cannot read.
             raise ValueError(f"{folder} holds a tokenizer that transformers cannot read: {_line(error)}") from error
         return Tokenizer(inner, _end_ids(folder, inner))

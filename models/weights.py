@@ -125,9 +125,7 @@ def read_arrays(
     # Unbounded, all arrays would be read at once and stand in host memory twice. One shard must fit.
     largest = max(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in wanted.values())
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + 8 * largest // 10**9)
-    return handler.restore(
-        epath.Path(folder), args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments)
-    )
+    return handler.restore(epath.Path(folder), args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments))
 
 
 def read_array(folder: Path, name: str, dtype: np.dtype) -> np.ndarray:
