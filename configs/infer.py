@@ -10,15 +10,22 @@ from configs.sampling import RequestConfig, SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """Generate text from a checkpoint, on any mesh. The text goes to standard output as it comes."""
+class DeviceOptions:
+    """Where and how a model runs: the same for every command that runs one."""
 
-    checkpoint: Positional[str]
-    """Checkpoint folder, as `treering convert` writes it."""
-    prompt: str
-    """Text to continue; - reads standard input."""
-    chat: bool = False
-    """Wrap the prompt as a user's message in the checkpoint's chat template."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    cpu_devices: int | None = None
+    """Simulate this many CPU devices."""
+    dtype: Literal["float16", "bfloat16", "float32"] | None = None
+    """Compute in this dtype; default float32 on CPU, bfloat16 elsewhere."""
+    layers: Literal["auto", "stacked", "unrolled"] = "auto"
+    """How blocks run: stacked compiles faster, unrolled decodes faster on CPU. auto unrolls on a single CPU device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How text is chosen and when it ends."""
+
     max_new_tokens: int = 256
     """Stop after this many tokens, if no end token comes first."""
     stop: tuple[str, ...] = ()
@@ -40,23 +47,49 @@ class GenerateOptions:
     seed: int = 0
     """Seed of the sampling; equal seeds give equal text on every mesh."""
     logprobs: int | None = None
-    """With --json, the log-probability of each token and of this many likeliest alternatives."""
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    cpu_devices: int | None = None
-    """Simulate this many CPU devices."""
-    dtype: Literal["float16", "bfloat16", "float32"] | None = None
-    """Compute in this dtype; default float32 on CPU, bfloat16 elsewhere."""
-    layers: Literal["auto", "stacked", "unrolled"] = "auto"
-    """How blocks run: stacked compiles faster, unrolled decodes faster on CPU. auto unrolls on a single CPU device."""
-    json: bool = False
-    """Print one JSON object instead of the text: text, tokens, prompt_tokens, finish_reason, timings, cache bytes."""
+    """In JSON, the log-probability of each token and of this many likeliest alternatives."""
 
     def request(self) -> RequestConfig:
         """What these options ask of the engine; raises ValueError for values outside their bounds."""
-        shared = {name.name for name in dataclasses.fields(SamplingConfig)} & set(self.__dict__)
+        shared = {option.name for option in dataclasses.fields(SamplingConfig)} & set(self.__dict__)
         return RequestConfig(
             max_new_tokens=self.max_new_tokens,
             stop=self.stop,
             logprobs=self.logprobs,
             sampling=SamplingConfig(**{name: getattr(self, name) for name in shared}),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(AnswerOptions, DeviceOptions):
+    """Generate text from a checkpoint, on any mesh. The text goes to standard output as it comes."""
+
+    checkpoint: Positional[str]
+    """Checkpoint folder, as `treering convert` writes it."""
+    prompt: str | None = None
+    """Text to continue; - reads standard input."""
+    prompts: str | None = None
+    """File of JSON lines, each {"prompt": TEXT} or {"messages": [...]}, answered side by side."""
+    output: str | None = None
+    """With --prompts, the file that answers are added to as JSON lines; those it holds already are not made again."""
+    rows: int = 8
+    """With --prompts, how many are answered side by side."""
+    chat: bool = False
+    """Wrap the prompt as a user's message in the checkpoint's chat template."""
+    json: bool = False
+    """Print one JSON object instead of the text: text, tokens, prompt_tokens, finish_reason, timings, cache bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(AnswerOptions, DeviceOptions):
+    """Talk with a model in the terminal. The KV cache is kept between turns: each reads only what is new.
+
+    /reset begins anew, /save FILE writes the conversation as JSON, /exit (or end of input) leaves.
+    """
+
+    checkpoint: Positional[str]
+    """Checkpoint folder with a chat template."""
+    system: str | None = None
+    """What the model is told before the conversation."""
+    capacity: int = 8192
+    """Tokens that the conversation may hold, at most the model's context."""

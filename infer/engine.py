@@ -222,20 +222,21 @@ class Engine:
         return self._program(("decode", kind, top), decode, self._some())
 
     def admit_program(self) -> Program:
-        """`(model, state, row, pages [row_pages], Rows of one) -> state`: the row is empty and has these pages."""
+        """`(model, state, row, length, pages [row_pages], Rows of one) -> state`: the row has these pages, whose first
+        `length` tokens are its own."""
 
-        def admit(model, state, row, pages, new):
+        def admit(model, state, row, length, pages, new):
             cache = DecodeState(
                 state.cache.pools,
                 state.cache.table.at[row].set(pages),
-                state.cache.lengths.at[row].set(0),
+                state.cache.lengths.at[row].set(length),
             )
             return self._placed(EngineState(cache, set_rows(state.rows, row[None], new)))
 
         one = jax.tree.map(
             lambda leaf: self._some(1, *leaf.shape[1:], dtype=leaf.dtype), eqx.filter_eval_shape(self._make_state).rows
         )
-        return self._program(("admit",), admit, self._some(), self._some(self.row_pages), one)
+        return self._program(("admit",), admit, self._some(), self._some(), self._some(self.row_pages), one)
 
     def release_program(self) -> Program:
         """`(model, state, row) -> state`: the row draws no more."""

@@ -42,7 +42,20 @@ class Event:
     logprob: TokenLogprob | None = None
 
 
-@dataclass
+@dataclass(eq=False)
+class Session:
+    """A row that outlives its requests, so that a conversation's next turn reads only what is new.
+
+    Only one request at a time may use it; `Scheduler.close` gives its row and pages back.
+    """
+
+    row: int | None = None
+    pages: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """What the row's cache holds."""
+
+
+@dataclass(eq=False)
 class _Request:
     number: int
     prompt: list[int]
@@ -51,11 +64,12 @@ class _Request:
     budget: int
     pages: int
     streamed: bool
+    session: Session
+    kept: bool
+    """Whether the session is the caller's, and stays."""
     done: int = 0
     """Tokens of the prompt that the cache holds."""
-    drawn: int = 0
-    held: list[int] = field(default_factory=list)
-    """Pages of its row."""
+    drawn: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -68,6 +82,8 @@ class Scheduler:
         self._numbers = itertools.count()
         self._waiting: deque[_Request] = deque()
         self._rows: list[_Request | None] = [None] * engine.batch
+        self._kept: set[int] = set()
+        """Rows of sessions, also between their requests."""
         self._events: list[Event] = []
 
     @property
@@ -82,8 +98,11 @@ class Scheduler:
         *,
         end_ids: Collection[int] = (),
         streamed: bool = False,
+        session: Session | None = None,
     ) -> int:
         """Queues a request; returns its number. `streamed` says that somebody waits for single tokens.
+
+        With a `session`, the tokens that the prompt has in common with what the session's row holds are not read again.
 
         A row stops at any of `end_ids` ("stop"), or after max_new_tokens or at the engine's capacity ("length").
 
@@ -107,7 +126,17 @@ class Scheduler:
             )
         # Checked here, so that a wrong bias is refused before anything runs.
         Rows.of_request(prompt, budget, end_ids, config.sampling, vocab)
-        request = _Request(next(self._numbers), list(prompt), config, frozenset(end_ids), budget, pages, streamed)
+        request = _Request(
+            next(self._numbers),
+            list(prompt),
+            config,
+            frozenset(end_ids),
+            budget,
+            pages,
+            streamed,
+            session or Session(),
+            session is not None,
+        )
         if budget == 0:
             self._events.append(Event(request.number, None, "length"))
         else:
@@ -142,37 +171,69 @@ class Scheduler:
         while not self.is_idle:
             yield from self.step()
 
+    def close(self, session: Session) -> None:
+        """Gives a session's row and pages back."""
+        if session.row is not None:
+            assert self._rows[session.row] is None, "a request still uses the session"
+            self.pages.give_back(session.row // self.engine.group_rows, session.pages)
+            self._kept.discard(session.row)
+        session.row, session.pages, session.tokens = None, [], []
+
     def _leave(self, row: int) -> None:
         request = self._rows[row]
         assert request is not None
-        self.pages.give_back(row // self.engine.group_rows, request.held)
         self._rows[row] = None
+        # The cache holds what was appended; the last token drawn is not in it yet.
+        request.session.tokens = request.prompt[: request.done] + request.drawn[:-1]
+        if not request.kept:
+            self.close(request.session)
 
     def _admit(self) -> None:
         """In order of arrival: a request that does not fit yet lets none pass it."""
         engine = self.engine
         while self._waiting:
             request = self._waiting[0]
+            session = request.session
+            missing = max(request.pages - len(session.pages), 0)
+            rows = [session.row] if session.row is not None else range(engine.batch)
             fitting = [
                 row
-                for row, taken in enumerate(self._rows)
-                if taken is None and self.pages.free(row // engine.group_rows) >= request.pages
+                for row in rows
+                if self._rows[row] is None
+                and (row == session.row or row not in self._kept)
+                and self._free(row) >= missing
             ]
             if not fitting:
                 return
             # The group with most free pages, so that groups fill evenly.
-            row = max(fitting, key=lambda row: self.pages.free(row // engine.group_rows))
+            row = max(fitting, key=self._free)
             self._waiting.popleft()
             self._rows[row] = request
-            request.held = self.pages.take(row // engine.group_rows, request.pages)
+            session.row = row
+            if request.kept:
+                self._kept.add(row)
+            session.pages += self.pages.take(row // engine.group_rows, missing)
+            # At least one token is read anew: the next one is drawn from its logits.
+            same = itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(session.tokens, request.prompt, strict=False)
+            )
+            request.done = min(len(list(same)), len(request.prompt) - 1)
             table = np.zeros(engine.row_pages, np.int32)
-            table[: request.pages] = request.held
+            table[: len(session.pages)] = session.pages
             new = Rows.of_request(
                 request.prompt, request.budget, request.end_ids, request.config.sampling, engine.model.config.vocab
             )
             self.state = engine.admit_program()(
-                engine.model, self.state, engine.put(np.int32(row)), engine.put(table), engine.put(new)
+                engine.model,
+                self.state,
+                engine.put(np.int32(row)),
+                engine.put(np.int32(request.done)),
+                engine.put(table),
+                engine.put(new),
             )
+
+    def _free(self, row: int) -> int:
+        return self.pages.free(row // self.engine.group_rows)
 
     def _prefill(self) -> None:
         """One chunk of the oldest unfinished prompt of each group."""
@@ -201,7 +262,7 @@ class Scheduler:
         self.state, logits = append(engine.model, self.state, engine.put(index), engine.put(tokens), engine.put(count))
         if done.any():
             ended = [request for group, _, request in chosen if done[group]]
-            start = engine.start_program(*self._needs(ended))
+            start = engine.start_program(*least_program([request.config for request in ended]))
             self.state, drawn = start(engine.model, self.state, logits, engine.put(index), engine.put(done))
             self._tell(drawn, index)
 
@@ -212,19 +273,9 @@ class Scheduler:
         # Somebody waits: for this token, or for the next chunk of a prompt.
         patient = not (self._waiting or any(request and request not in running for request in self._rows))
         steps = MAX_STEPS if patient and not any(request.streamed for request in running) else 1
-        program = self.engine.decode_program(*self._needs(running))
+        program = self.engine.decode_program(*least_program([request.config for request in running]))
         self.state, drawn = program(self.engine.model, self.state, self.engine.put(np.int32(steps)))
         self._tell(drawn, np.arange(self.engine.batch))
-
-    @staticmethod
-    def _needs(requests: Sequence[_Request]) -> tuple[Kind, int | None]:
-        """The least program that serves all of them."""
-        sampling = [request.config.sampling for request in requests]
-        kind: Kind = "greedy" if all(s.is_plain and s.temperature == 0 for s in sampling) else "temperature"
-        if not all(s.is_plain for s in sampling):
-            kind = "full"
-        tops = [request.config.logprobs for request in requests if request.config.logprobs is not None]
-        return kind, max(tops, default=None)
 
     def _tell(self, drawn: Drawn, rows: np.ndarray) -> None:
         """Events of the tokens drawn, `[steps some]`, in `rows`; rows that ended are free."""
@@ -234,11 +285,11 @@ class Scheduler:
             row, token = int(rows[column]), int(tokens[step, column])
             request = self._rows[row]
             assert request is not None
-            request.drawn += 1
+            request.drawn.append(token)
             reason: FinishReason | None = None
             if token in request.end_ids:
                 reason = "stop"
-            elif request.drawn == request.budget:
+            elif len(request.drawn) == request.budget:
                 reason = "length"
             logprob = None
             if logprobs is not None and request.config.logprobs is not None:
@@ -249,3 +300,12 @@ class Scheduler:
             self._events.append(Event(request.number, token, reason, logprob))
             if reason is not None:
                 self._leave(row)
+
+
+def least_program(configs: Sequence[RequestConfig]) -> tuple[Kind, int | None]:
+    """What `Engine.decode_program` must be able to do for these requests: choice of tokens, and alternatives."""
+    sampling = [config.sampling for config in configs]
+    kind: Kind = "greedy" if all(one.is_plain and one.temperature == 0 for one in sampling) else "temperature"
+    if not all(one.is_plain for one in sampling):
+        kind = "full"
+    return kind, max((config.logprobs for config in configs if config.logprobs is not None), default=None)

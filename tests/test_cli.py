@@ -39,7 +39,8 @@ def run(arguments, capsys):
         (["--prompt", "x", "--temperature", "hot"], "--temperature"),
         (["--prompt", "x", "--max-new-tokens", "-1"], "max_new_tokens -1 is negative"),
         (["--prompt", "x", "--layers", "folded"], "'auto', 'stacked', 'unrolled'"),
-        ([], "missing --prompt"),
+        ([], "give --prompt TEXT, or --prompts FILE"),
+        (["--prompts", "none.jsonl"], "--prompts needs --output"),
         (["--prompt", "x", "extra"], "extra"),
     ],
 )

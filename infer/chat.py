@@ -1,0 +1,113 @@
+"""`treering chat CKPT`: a conversation in the terminal that keeps its KV cache between turns."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.cli import parse
+from configs.infer import ChatOptions
+from configs.sampling import RequestConfig
+from infer.answer import Answer
+from infer.load import load, say
+from infer.scheduler import Scheduler, Session
+from models.checkpoint import read_config
+from models.tokenizer import Tokenizer
+
+
+class Conversation:
+    """Messages, and the row of the cache that holds them.
+
+    Each turn encodes the whole conversation, since a chat template may treat earlier messages as it likes; what the
+    cache holds of it already is not read again.
+    """
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, request: RequestConfig, system: str | None = None):
+        self.scheduler, self.tokenizer, self.request = scheduler, tokenizer, request
+        self._session = Session()
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict[str, str]] = list(self._opening)
+
+    def reset(self) -> None:
+        """Forgets all but the system's message."""
+        self.scheduler.close(self._session)
+        self.messages = list(self._opening)
+
+    def reply(self, text: str) -> Iterator[str]:
+        """The model's answer to `text`, in pieces as they come.
+
+        Raises ValueError, and leaves the conversation as it was, where it would outgrow the engine. An answer that is
+        not read to its end is cancelled, and what came of it is kept.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self.tokenizer.encode_chat(messages)
+        capacity = self.scheduler.engine.capacity
+        if len(prompt) >= capacity:
+            raise ValueError(f"the conversation has {len(prompt)} tokens and {capacity} fit: /reset begins anew")
+        number = self.scheduler.submit(
+            prompt, self.request, end_ids=self.tokenizer.end_ids, streamed=True, session=self._session
+        )
+        answer = Answer(self.tokenizer, self.request, len(prompt))
+        try:
+            for event in self.scheduler.run():
+                yield answer.follow(event, self.scheduler)
+        finally:
+            self.scheduler.cancel(number)
+            for _ in self.scheduler.run():
+                pass
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command."""
+    options = parse(ChatOptions, arguments, program="treering chat")
+    request = options.request()
+    if options.capacity < 1:
+        raise ValueError(f"capacity {options.capacity}: the conversation holds at least 1 token")
+    config = read_config(options.checkpoint)
+    tokenizer = Tokenizer.load(options.checkpoint)
+    tokenizer.encode_chat([{"role": "user", "content": "-"}])
+    loaded = load(options.checkpoint, config, tokenizer, options)
+    engine = loaded.engine(rows=1, capacity=min(options.capacity, config.context_length))
+    conversation = Conversation(Scheduler(engine), tokenizer, request, options.system)
+    say("/reset begins anew, /save FILE writes the conversation, /exit leaves")
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return 0
+        if line == "/exit":
+            return 0
+        if line:
+            obey_or_reply(conversation, line)
+
+
+def obey_or_reply(conversation: Conversation, line: str) -> None:
+    """One line of the user's; a mistake is told, and the conversation goes on."""
+    command, _, argument = line.partition(" ")
+    try:
+        if command == "/reset":
+            conversation.reset()
+        elif command == "/save":
+            save(conversation, argument.strip())
+        elif command.startswith("/"):
+            raise ValueError(f"unknown command {command}: /reset, /save FILE and /exit are known")
+        else:
+            for piece in conversation.reply(line):
+                print(piece, end="", flush=True)
+            print()
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+    except KeyboardInterrupt:
+        print()
+
+
+def save(conversation: Conversation, name: str) -> None:
+    """Writes the messages as JSON; raises ValueError where the file exists or has no name."""
+    if not name:
+        raise ValueError("/save needs the name of a file")
+    path = Path(name)
+    if path.exists():
+        raise ValueError(f"{path} exists: choose another name")
+    path.write_text(json.dumps(conversation.messages, indent=2, ensure_ascii=False) + "\n")
+    say(f"{len(conversation.messages)} messages in {path}")

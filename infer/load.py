@@ -1,0 +1,63 @@
+"""From options to an engine: checkpoint, tokenizer, devices, mesh."""
+
+import sys
+import time
+from dataclasses import dataclass
+
+import jax
+
+from configs.infer import DeviceOptions
+from configs.model import ModelConfig
+from configs.precision import Precision
+from infer.engine import Engine
+from layers.devices import describe, plan_for, simulate_cpu_devices
+from layers.sharding import Plan
+from models.checkpoint import load_model
+from models.tokenizer import Tokenizer
+from models.transformer import Transformer, check_mesh
+
+
+def say(*words: object) -> None:
+    """A line of diagnostics, on standard error."""
+    print(*words, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model on its devices."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    plan: Plan
+    precision: Precision
+
+    def engine(self, *, rows: int, capacity: int) -> Engine:
+        """An engine for `rows` rows, rounded up to what the mesh divides; says what its cache takes."""
+        groups = self.plan.size("data", "fsdp")
+        batch = -(-rows // groups) * groups
+        engine = Engine(self.model, self.plan, self.precision, batch=batch, capacity=capacity)
+        say(f"cache {engine.cache_bytes_per_device():,} bytes a device, for {batch} x {capacity} tokens")
+        return engine
+
+
+def place(config: ModelConfig, options: DeviceOptions) -> tuple[Plan, Precision]:
+    """The mesh and the dtypes that the options ask for; raises ValueError where they do not fit the model."""
+    if options.cpu_devices is not None:
+        simulate_cpu_devices(options.cpu_devices)
+    plan = plan_for(options.mesh, "decode", fill="context")
+    check_mesh(config, plan)
+    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return plan, Precision(params=dtype, compute=dtype, cache=dtype)
+
+
+def load(checkpoint: str, config: ModelConfig, tokenizer: Tokenizer, options: DeviceOptions) -> Loaded:
+    """Weights onto devices; says the mesh and the time it took."""
+    plan, precision = place(config, options)
+    say("mesh", describe(plan))
+    started = time.perf_counter()
+    model = load_model(checkpoint, plan, precision.params)
+    one_cpu = plan.mesh.size == 1 and jax.default_backend() == "cpu"
+    if options.layers == "unrolled" or (options.layers == "auto" and one_cpu):
+        model = model.unrolled()
+    say(f"weights loaded in {time.perf_counter() - started:.1f} s, {precision.params}")
+    return Loaded(model, tokenizer, plan, precision)
