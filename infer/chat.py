@@ -11,7 +11,7 @@ from configs.sampling import RequestConfig
 from infer.answer import Answer
 from infer.load import load, say
 from infer.scheduler import Scheduler, Session
-from models.checkpoint import read_config
+from models.load import open_model
 from models.tokenizer import Tokenizer
 
 
@@ -64,10 +64,11 @@ def main(arguments: list[str]) -> int:
     request = options.request()
     if options.capacity < 1:
         raise ValueError(f"capacity {options.capacity}: the conversation holds at least 1 token")
-    config = read_config(options.checkpoint)
-    tokenizer = Tokenizer.load(options.checkpoint)
+    opened = open_model(options.checkpoint)
+    config = opened.config
+    tokenizer = opened.tokenizer()
     tokenizer.encode_chat([{"role": "user", "content": "-"}])
-    loaded = load(options.checkpoint, config, tokenizer, options)
+    loaded = load(opened, tokenizer, options)
     engine = loaded.engine(rows=1, capacity=min(options.capacity, config.context_length))
     conversation = Conversation(Scheduler(engine), tokenizer, request, options.system)
     say("/reset begins anew, /save FILE writes the conversation, /exit leaves")

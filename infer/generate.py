@@ -32,12 +32,12 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     from infer.answer import Answer
     from infer.load import load, say
     from infer.scheduler import Scheduler, least_program
-    from models.checkpoint import read_config
-    from models.tokenizer import Tokenizer
+    from models.load import open_model
 
     request = options.request()
-    config = read_config(options.checkpoint)
-    tokenizer = Tokenizer.load(options.checkpoint)
+    opened = open_model(options.checkpoint)
+    config = opened.config
+    tokenizer = opened.tokenizer()
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not text:
         raise ValueError("the prompt is empty: give at least one character to continue from")
@@ -46,7 +46,7 @@ def generate(options: GenerateOptions) -> dict[str, object]:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens and the model's context holds {config.context_length}: shorten it"
         )
-    loaded = load(options.checkpoint, config, tokenizer, options)
+    loaded = load(opened, tokenizer, options)
     capacity = min(config.context_length, len(prompt) + request.max_new_tokens)
     engine = loaded.engine(rows=1, capacity=capacity)
     started = time.perf_counter()

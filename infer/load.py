@@ -12,7 +12,7 @@ from configs.precision import Precision
 from infer.engine import Engine
 from layers.devices import describe, plan_for, simulate_cpu_devices
 from layers.sharding import Plan
-from models.checkpoint import load_model
+from models.load import OpenModel
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer, check_mesh
 
@@ -50,12 +50,12 @@ def place(config: ModelConfig, options: DeviceOptions) -> tuple[Plan, Precision]
     return plan, Precision(params=dtype, compute=dtype, cache=dtype)
 
 
-def load(checkpoint: str, config: ModelConfig, tokenizer: Tokenizer, options: DeviceOptions) -> Loaded:
+def load(opened: OpenModel, tokenizer: Tokenizer, options: DeviceOptions) -> Loaded:
     """Weights onto devices; says the mesh and the time it took."""
-    plan, precision = place(config, options)
+    plan, precision = place(opened.config, options)
     say("mesh", describe(plan))
     started = time.perf_counter()
-    model = load_model(checkpoint, plan, precision.params)
+    model = opened.load(plan, precision.params)
     one_cpu = plan.mesh.size == 1 and jax.default_backend() == "cpu"
     if options.layers == "unrolled" or (options.layers == "auto" and one_cpu):
         model = model.unrolled()

@@ -13,7 +13,7 @@ from configs.infer import GenerateOptions
 from infer.answer import Answer
 from infer.load import load, say
 from infer.scheduler import Scheduler
-from models.checkpoint import read_config
+from models.load import open_model
 from models.tokenizer import Tokenizer
 
 
@@ -30,8 +30,9 @@ def generate_file(options: GenerateOptions) -> None:
     if options.rows < 1:
         raise ValueError(f"rows {options.rows}: answer at least 1 prompt at a time")
     request = options.request()
-    config = read_config(options.checkpoint)
-    tokenizer = Tokenizer.load(options.checkpoint)
+    opened = open_model(options.checkpoint)
+    config = opened.config
+    tokenizer = opened.tokenizer()
     prompts = read_prompts(Path(options.prompts), tokenizer, options.chat)
     for number, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= config.context_length:
@@ -45,7 +46,7 @@ def generate_file(options: GenerateOptions) -> None:
         say(f"all {len(prompts)} answers are in {output}")
         return
     capacity = min(config.context_length, max(len(prompts[n]) for n in todo) + request.max_new_tokens)
-    loaded = load(options.checkpoint, config, tokenizer, options)
+    loaded = load(opened, tokenizer, options)
     scheduler = Scheduler(loaded.engine(rows=min(options.rows, len(todo)), capacity=capacity))
     answers: dict[int, tuple[int, Answer]] = {}
     for number in todo:

@@ -5,7 +5,7 @@ temperature, top-k, top-p, min-p. A row's draw depends on its own seed and how m
 neighbours nor the mesh change it.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import equinox as eqx
 import jax
@@ -21,8 +21,8 @@ Kind = Literal["greedy", "temperature", "full"]
 """What a batch needs: argmax alone, temperature besides, or everything. The first two never gather the logits."""
 
 
-AnyArray = jax.Array | np.ndarray
-"""On the devices, or on their way there."""
+# On the devices, or on their way there.
+AnyArray = jax.Array if TYPE_CHECKING else jax.Array | np.ndarray
 
 
 class SamplingRows(eqx.Module):

@@ -76,7 +76,7 @@ class PagedAttention(eqx.Module):
             keys = _write(keys, k, layer, table, positions, rank, devices)
             values = _write(values, v, layer, table, positions, rank, devices)
             partial = _attend(q, keys, values, layer, table, positions, rank, devices, mask)
-            joined = tree_combine(partial, "context", scheme=scheme, wire_dtype=q.dtype)
+            joined = tree_combine(partial, "context", scheme=scheme)
             return joined.out.astype(q.dtype), keys, values
 
         out, keys, values = jax.shard_map(
@@ -142,62 +142,69 @@ def _attend(
 ) -> Partial:
     """Each row's queries over this device's slots of the row's filled pages.
 
-    The trip count follows the row's length, not the pool's: an empty page is never read.
+    The filled pages of all rows make one list of work, taken `batch` pages at a time: rows of any lengths share the
+    steps, and an empty page is never read.
     """
     batch, seq, heads, head_dim = q.shape
     _, _, kv_heads, slots, _ = keys.shape
     group = heads // kv_heads
     wide = statistics_dtype(q.dtype)
-    # One matrix a key head: [kv_heads, group x seq, head_dim], scaled once.
-    grouped = (q * mask.score_scale(head_dim)).astype(q.dtype)
-    grouped = grouped.reshape(batch, seq, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(batch, kv_heads, group * seq, head_dim)
+    scale = mask.score_scale(head_dim)
+    # One matrix a key head: [batch, kv_heads, group x seq, head_dim]. Scaled here where that loses no digits.
+    scaled_early = q.dtype == wide
+    grouped = (q * scale if scaled_early else q).reshape(batch, seq, kv_heads, group, head_dim)
+    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * seq, head_dim)
+    q_positions = jnp.tile(positions, (1, group))
 
-    def row(q_row, pages, q_positions):
-        newest = jnp.max(q_positions)
-        oldest = jnp.min(jnp.where(q_positions >= 0, q_positions, newest))
-        page_tokens = slots * devices
-        # Pages up to that of this device's newest token; with a window, from that of the oldest key in sight.
-        last = jnp.where(newest >= rank, (newest - rank) // devices // slots + 1, 0)
-        first = 0 if mask.window is None else jnp.maximum(oldest - mask.window + 1, 0) // page_tokens
-        rows_positions = jnp.tile(q_positions, group)
+    # Pages up to that of this device's newest token; with a window, from that of the oldest key in sight.
+    newest = jnp.max(positions, axis=1)
+    last = jnp.where(newest >= rank, (newest - rank) // devices // slots + 1, 0)
+    first = jnp.zeros_like(last)
+    if mask.window is not None:
+        oldest = jnp.min(jnp.where(positions >= 0, positions, newest[:, None]), axis=1)
+        first = jnp.minimum(jnp.maximum(oldest - mask.window + 1, 0) // (slots * devices), last)
+    ends = jnp.cumsum(last - first)
+    starts = ends - (last - first)
 
-        def page_step(index, carry):
-            peak, total, out = carry
-            at = (layer, pages[index], 0, 0, 0)
-            k = lax.dynamic_slice(keys, at, (1, 1, *keys.shape[2:]))[0, 0].astype(q_row.dtype)
-            v = lax.dynamic_slice(values, at, (1, 1, *values.shape[2:]))[0, 0].astype(q_row.dtype)
-            scores = jnp.einsum("kqd,ksd->kqs", q_row, k, preferred_element_type=wide)
-            if mask.softcap is not None:
-                scores = mask.softcap * jnp.tanh(scores / mask.softcap)
-            kv_positions = (index * slots + jnp.arange(slots)) * devices + rank
-            # Slots not yet written lie after every query's position, so causality hides them too.
-            seen = visible(mask, rows_positions, kv_positions)[None]
-            scores = jnp.where(seen, scores, -jnp.inf)
-            higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
-            safe = jnp.where(higher > -jnp.inf, higher, 0)
-            kept = jnp.exp(peak - safe)
-            weights = jnp.exp(scores - safe[..., None])
-            out = kept[..., None] * out + jnp.einsum(
-                "kqs,ksd->kqd", weights.astype(q_row.dtype), v, preferred_element_type=wide
-            )
-            return higher, kept * total + jnp.sum(weights, axis=-1), out
+    def step(index, carry):
+        peak, total, out = carry
+        item = index * batch + jnp.arange(batch)
+        row = jnp.minimum(jnp.searchsorted(ends, item, side="right"), batch - 1)
+        row_page = first[row] + item - starts[row]
+        page = table[row, jnp.clip(row_page, 0, table.shape[1] - 1)]
+        k = keys[layer, page].astype(q.dtype)
+        v = values[layer, page].astype(q.dtype)
+        scores = jnp.einsum("bkqd,bksd->bkqs", grouped[row], k, preferred_element_type=wide)
+        if not scaled_early:
+            scores = scores * scale
+        if mask.softcap is not None:
+            scores = mask.softcap * jnp.tanh(scores / mask.softcap)
+        kv_positions = (row_page[:, None] * slots + jnp.arange(slots)[None, :]) * devices + rank
+        # Slots not yet written lie after every query's position, so causality hides them too.
+        seen = visible(mask, q_positions[row], kv_positions) & (item < ends[-1])[:, None, None]
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        # Items of one row meet in its running maximum and sums.
+        mine = row[:, None] == jnp.arange(batch)[None, :]
+        highest = jnp.max(scores, axis=-1)
+        higher = jnp.maximum(peak, jnp.max(jnp.where(mine[:, :, None, None], highest[:, None], -jnp.inf), axis=0))
+        safe = jnp.where(higher > -jnp.inf, higher, 0)
+        weights = jnp.exp(scores - safe[row][..., None])
+        kept = jnp.exp(peak - safe)
+        joined = mine.astype(wide)
+        part = jnp.einsum("bkqs,bksd->bkqd", weights.astype(q.dtype), v, preferred_element_type=wide)
+        total = kept * total + jnp.einsum("br,bkq->rkq", joined, jnp.sum(weights, axis=-1))
+        return higher, total, kept[..., None] * out + jnp.einsum("br,bkqd->rkqd", joined, part)
 
-        rows = (kv_heads, group * seq)
-        start = jax.tree.map(
-            lambda x: lax.pcast(x, tuple(jax.typeof(keys).manual_axis_type.varying), to="varying"),
-            (jnp.full(rows, -jnp.inf, wide), jnp.zeros(rows, wide), jnp.zeros((*rows, head_dim), wide)),
-        )
-        peak, total, out = lax.fori_loop(first, last, page_step, start)
-        some = total > 0
-        safe = jnp.where(some, total, 1)
-        return out / safe[..., None], jnp.where(some, jnp.where(some, peak, 0) + jnp.log(safe), -jnp.inf)
-
-    if batch == 1:
-        out, lse = jax.tree.map(lambda x: x[None], row(grouped[0], table[0], positions[0]))
-    else:
-        out, lse = lax.map(lambda args: row(*args), (grouped, table, positions))
-    out = out.reshape(batch, kv_heads, group, seq, head_dim).transpose(0, 3, 1, 2, 4)
+    rows = (batch, kv_heads, group * seq)
+    start = jax.tree.map(
+        lambda x: lax.pcast(x, tuple(jax.typeof(keys).manual_axis_type.varying), to="varying"),
+        (jnp.full(rows, -jnp.inf, wide), jnp.zeros(rows, wide), jnp.zeros((*rows, head_dim), wide)),
+    )
+    peak, total, out = lax.fori_loop(0, -(-ends[-1] // batch), step, start)
+    some = total > 0
+    safe = jnp.where(some, total, 1)
+    lse = jnp.where(some, jnp.where(some, peak, 0) + jnp.log(safe), -jnp.inf)
+    out = (out / safe[..., None]).reshape(batch, kv_heads, group, seq, head_dim).transpose(0, 3, 1, 2, 4)
     lse = lse.reshape(batch, kv_heads, group, seq).transpose(0, 3, 1, 2)
     return Partial(out.reshape(batch, seq, heads, head_dim), lse.reshape(batch, seq, heads))
 

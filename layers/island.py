@@ -1,16 +1,19 @@
 """From global arrays to `shard_map` and back, for the attention algorithms that are public."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from layers.blockwise import check_shapes, check_token_data
 from layers.mask import Mask
 from layers.order import Order, check_order
 from layers.partial import Partial
+
+T = TypeVar("T")
 
 
 def island(
@@ -47,6 +50,7 @@ def island(
     padding = -length % p if order == "contiguous" else 0
     check_order(order, p, length + padding)
 
+    home = jax.typeof(q).sharding.spec
     heads, tokens = PartitionSpec(batch_axes, axis, head_axes, None), PartitionSpec(batch_axes, axis)
     data = {"positions": positions, "segments": segments}
     if padding:
@@ -61,15 +65,24 @@ def island(
     everyone = {f"kv_{name}": x for name, x in data.items()}
 
     def on_device(q, k, v, data, everyone):
-        return local(q, k, v, axis=axis, mask=mask, order=order, length=length if padding else None, **data, **everyone)
+        last = length if padding else None
+        partial = local(q, k, v, axis=axis, mask=mask, order=order, length=last, **data, **everyone)
+        return partial.out, partial.lse
 
-    partial = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(heads, heads, heads, tokens, PartitionSpec(batch_axes, None)),
-        out_specs=Partial(heads, PartitionSpec(batch_axes, axis, head_axes)),
-    )(q, k, v, data, everyone)
-    return jax.tree.map(lambda x: x[:, :length], partial) if padding else partial
+    specs = (heads, heads, heads, tokens, PartitionSpec(batch_axes, None))
+    rows = PartitionSpec(batch_axes, axis, head_axes)
+    arrays = (_placed(x, mesh, spec) for x, spec in zip((q, k, v, data, everyone), specs, strict=True))
+    out, lse = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(heads, rows))(*arrays)
+    # As q came, so out goes; where padding is cut off, no axis divides what remains.
+    out, lse = _placed(out, mesh, home), _placed(lse, mesh, PartitionSpec(*home[:3]))
+    return Partial(out[:, :length], lse[:, :length]) if padding else Partial(out, lse)
+
+
+def _placed(tree: T, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> T:
+    """Puts arrays where they are needed, on a mesh whose Explicit axes leave that to the caller; else leaves it to XLA."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return tree
+    return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)
 
 
 def mesh_axes(

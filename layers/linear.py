@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from layers.partial import statistics_dtype
 from layers.sharding import array_field
 
 
@@ -61,7 +62,9 @@ class Linear(eqx.Module):
             y = self.weight.matmul(flat)
         y = y.reshape(*rows, *self.out_shape)
         if self.bias is not None:
-            y = y + jnp.broadcast_to(self.bias.astype(x.dtype), y.shape)
+            # In the wide dtype, for the sake of the bias's gradient: it is a sum over all tokens.
+            wide = statistics_dtype(x.dtype)
+            y = (y.astype(wide) + jnp.broadcast_to(self.bias.astype(wide), y.shape)).astype(x.dtype)
         if self.lora is not None:
             y = y + self.lora(x)
         return y

@@ -42,7 +42,7 @@ def check_order(order: Order, p: int, length: int) -> None:
 
 
 def rank_positions(order: Order, p: int, rank: int | Int[Array, ""], share: int) -> Int[Array, "share"]:
-    """The token positions that `rank` holds, in the order it holds them; `share` tokens a rank. `rank` may be traced."""
+    """The token positions that `rank` (traced or not) holds, in the order it holds them; `share` tokens a rank."""
     places = jnp.arange(share, dtype=jnp.int32)
     if order == "contiguous":
         return places + rank * share
@@ -62,7 +62,7 @@ def order_positions(order: Order, p: int, length: int) -> Int[Array, "seq"]:
 def to_order(x: AnyArray, order: Order, p: int, *, dim: int = 1) -> AnyArray:
     """Moves the tokens along `dim` from token order into `order` for `p` ranks. NumPy in, NumPy out.
 
-    Raises ValueError where the length does not divide; padding comes before reordering. Contiguous order is token order.
+    Contiguous order is token order. Raises ValueError where the length does not divide: pad before reordering.
     """
     if order == "contiguous":
         return x

@@ -48,7 +48,7 @@ def merge_stacked(parts: Partial) -> Partial:
 
     `parts.out` is `[parts *rows head_dim]`, `parts.lse` `[parts *rows]`. The result has out in the statistics' dtype.
     """
-    return _join([jax.tree.map(lambda x: x[n], parts) for n in range(parts.lse.shape[0])])
+    return _join([Partial(out, lse) for out, lse in zip(parts.out, parts.lse, strict=True)])
 
 
 def merge(first: Partial, second: Partial) -> Partial:

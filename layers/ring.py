@@ -73,8 +73,8 @@ def ring_partial(
     The arrays are in `order` already (`layers.order.to_order`); "zigzag" balances causal attention. Without `positions`
     the order gives them; with `segments` `[batch seq]` a token sees its own document only, and segment 0 is padding.
     Where causality follows the order of tokens, leave positions out: plain causal zigzag then runs without a mask.
-    `batch_axes` and `head_axes` shard batch and heads; None takes ("data", "fsdp") and ("tensor",) as far as the mesh has
-    them. In contiguous order a length that the axis does not divide is padded inside.
+    `batch_axes` and `head_axes` shard batch and heads; None takes ("data", "fsdp") and ("tensor",) as far as the mesh
+    has them. In contiguous order a length that the axis does not divide is padded inside.
 
     Raises ValueError, naming dims and sizes that would work, where shapes, axes or order do not fit.
     """
@@ -97,8 +97,8 @@ def ring_local(
 ) -> Partial:
     """Ring attention on a device's own arrays, inside `shard_map` over `axis` (with `check_vma=True`).
 
-    `positions` and `segments` are `[batch share]`, this device's; `kv_positions` and `kv_segments` `[batch p*share]`, all
-    ranks' in turn: a model gathers them once a step, outside its layers. Where they are missing they are gathered here.
+    `positions` and `segments` are `[batch share]`, this device's; `kv_positions` and `kv_segments` `[batch p*share]`,
+    all ranks' in turn: a model gathers them once a step, outside its layers. Those missing are gathered here.
     `length` says how many tokens of a contiguous sequence come before its padding.
     """
     check_shapes(q, k, v)

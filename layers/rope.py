@@ -18,7 +18,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "p
     # The power in float64, rounded once: numpy's float32 power is off by a bit for one frequency in six, and at
     # position 131071 a bit turns a head by 6e-3.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    base = np.float32(1) / np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
+    periods = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
+    base = np.float32(1) / periods
     match rope:
         case DefaultRope():
             return base
@@ -27,14 +28,19 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "p
         case Llama3Rope():
             return _llama3(rope, base)
         case YarnRope():
-            return _yarn(rope, base, head_dim)
+            return _yarn(rope, periods, head_dim)
+
+
+# The order of operations below is that of the code which models were trained with, so that no bit differs. There a
+# number divided by an array is the number times the array's reciprocal.
 
 
 def _llama3(rope: Llama3Rope, base: np.ndarray) -> np.ndarray:
-    wavelength = 2 * math.pi / base
+    one = np.float32(1)
+    wavelength = one / base * np.float32(2 * math.pi)
     longest = rope.original_context / rope.low_frequency_factor
     shortest = rope.original_context / rope.high_frequency_factor
-    kept = (rope.original_context / wavelength - rope.low_frequency_factor) / (
+    kept = (one / wavelength * np.float32(rope.original_context) - np.float32(rope.low_frequency_factor)) / np.float32(
         rope.high_frequency_factor - rope.low_frequency_factor
     )
     ramp = (1 - kept) * base / rope.factor + kept * base
@@ -42,7 +48,7 @@ def _llama3(rope: Llama3Rope, base: np.ndarray) -> np.ndarray:
     return scaled.astype(np.float32)
 
 
-def _yarn(rope: YarnRope, base: np.ndarray, head_dim: int) -> np.ndarray:
+def _yarn(rope: YarnRope, periods: np.ndarray, head_dim: int) -> np.ndarray:
     def pair_of(turns: float) -> float:
         """The pair that turns this often over the original context."""
         return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -51,9 +57,11 @@ def _yarn(rope: YarnRope, base: np.ndarray, head_dim: int) -> np.ndarray:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    high = high if high > low else low + 0.001
-    interpolated = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
-    return (base / rope.factor * interpolated + base * (1 - interpolated)).astype(np.float32)
+    high = high if high != low else low + 0.001
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    kept = 1 - np.clip(ramp, 0, 1)
+    one = np.float32(1)
+    return (one / (np.float32(rope.factor) * periods) * (1 - kept) + one / periods * kept).astype(np.float32)
 
 
 def rotate(

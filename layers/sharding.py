@@ -7,16 +7,21 @@ parameters, decode states, batches and restores all come from the same declarati
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from configs.mesh import AXES, Axis
 
 T = TypeVar("T")
+# An abstract mesh serves where devices are not asked for; a type checker would want that shown at every use of them.
+if TYPE_CHECKING:
+    _Mesh = Mesh
+else:
+    _Mesh = Mesh | AbstractMesh
 
 DIMS = (
     "batch seq kv_seq embed heads out_heads kv_heads head_dim mlp vocab layers "
@@ -178,7 +183,8 @@ def make_mesh(sizes: dict[Axis, int], devices: Sequence[Any] | None = None) -> M
 class Plan:
     """A mesh and the rule table in force on it: the one object through which code meets devices."""
 
-    mesh: Mesh
+    mesh: _Mesh
+    """An abstract one has no devices: it is for shapes and shardings alone."""
     table: Table
 
     def size(self, *axes: Axis) -> int:

@@ -1,9 +1,9 @@
 """What a device computes at one step of a ring.
 
-Under plain causality in zigzag order every step after the first costs every rank the same two blocks, and neither needs
-a mask. Rank r holds chunks r and 2 p - 1 - r, its early and late half. The keys that come from rank c are chunks c and
-2 p - 1 - c. Chunk c < p is before every late half: (late queries, early keys) is full for all. Of the rest, if c < r the
-early queries see the early keys, and nothing else; if c > r the late queries see the late keys, and nothing else.
+Under plain causality in zigzag order every step after the first costs every rank the same two blocks, and neither
+needs a mask. Rank r holds chunks r and 2 p - 1 - r, its early and late half; the keys that come from rank c are chunks
+c and 2 p - 1 - c. Chunk c < p comes before every late half, so (late queries, early keys) is full. Of the rest, if
+c < r the early queries see the early keys, and nothing else; if c > r the late queries see the late keys.
 
                 keys of rank c:   early  late              early  late
     queries    early               full     -                 -     -

@@ -25,7 +25,8 @@ def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384):
 @pytest.mark.parametrize("unrolled", [False, True], ids=["stacked", "unrolled"])
 @pytest.mark.parametrize("sizes", [{"context": 8}, {"context": 4, "tensor": 2}], ids=["context8", "context4-tensor2"])
 def test_one_all_to_all_and_two_all_reduces_a_layer(mesh, sizes, unrolled):
-    """In one step (`loops=1`): beside those, one all-reduce joins the embedding's lookup, and one all-gather of pairs the argmax."""
+    """In one step (`loops=1`): beside those, one all-reduce for the embedding's lookup, one all-gather of pairs for the
+    argmax."""
     engine, program = decode_program(mesh, sizes, unrolled=unrolled)
     config = engine.model.config
     assert program.launches() == {

@@ -1,0 +1,151 @@
+"""The engine under load: `python -m bench.engine CHECKPOINT`.
+
+One CPU device, float32. Tokens a second of eight requests together over one alone; time to the first token of a 4k
+prompt beside transformers; the longest waits between tokens of a running request while a 4k prompt is read.
+Writes bench/results/engine.md.
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from bench.decode import transformers_model
+from bench.report import publish, table, versions
+from configs.mesh import MeshConfig
+from configs.precision import Precision
+from configs.sampling import RequestConfig
+from infer.engine import Engine
+from infer.scheduler import Scheduler
+from layers.devices import plan_for
+from models.checkpoint import load_model
+
+NEW_TOKENS = 64
+LONG = 4096
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens: the time does not depend on which."""
+    return np.random.default_rng(seed).integers(100, 40000, length).tolist()
+
+
+def throughput(engine: Engine, requests: int, length: int) -> float:
+    """Tokens a second of `requests` together, after their prompts are read."""
+    scheduler = Scheduler(engine)
+    for seed in range(requests):
+        scheduler.submit(prompt(length, seed), RequestConfig(max_new_tokens=NEW_TOKENS))
+    first = None
+    tokens = 0
+    for event in scheduler.run():
+        if event.token is None:
+            continue
+        tokens += 1
+        if tokens == requests:
+            first = time.perf_counter()
+    assert first is not None
+    return (tokens - requests) / (time.perf_counter() - first)
+
+
+def first_token(engine: Engine, length: int) -> float:
+    """Seconds from a prompt's submission to its first token."""
+    scheduler = Scheduler(engine)
+    scheduler.submit(prompt(length), RequestConfig(max_new_tokens=2), streamed=True)
+    started = time.perf_counter()
+    while not scheduler.step():
+        pass
+    return time.perf_counter() - started
+
+
+def waits(engine: Engine, *, beside: bool) -> list[float]:
+    """Seconds between tokens of one streamed request, while a long prompt is read beside it or not."""
+    scheduler = Scheduler(engine)
+    own = scheduler.submit(prompt(256), RequestConfig(max_new_tokens=40), streamed=True)
+    times: list[float] = []
+    submitted = not beside
+    for event in scheduler.run():
+        if event.request == own:
+            times.append(time.perf_counter())
+        if len(times) == 4 and not submitted:
+            scheduler.submit(prompt(LONG, 1), RequestConfig(max_new_tokens=2))
+            submitted = True
+    return list(np.diff(times[4:]))
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m bench.engine")
+    parser.add_argument("checkpoint", help="as `treering convert` writes it")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+
+    import torch
+    import transformers
+
+    torch.set_num_threads(2)
+    plan = plan_for(MeshConfig(), "decode", fill="context")
+    model = load_model(arguments.checkpoint, plan, "float32")
+    oracle = transformers_model(model, "sdpa")
+    model = model.unrolled()
+    single = Engine(model, plan, Precision(), batch=1, capacity=LONG + 256)
+    eight = Engine(model, plan, Precision(), batch=8, capacity=1024)
+    two = Engine(model, plan, Precision(), batch=2, capacity=LONG + 256)
+
+    def theirs() -> float:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            oracle(input_ids=torch.tensor([prompt(LONG)]), use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        return time.perf_counter() - started
+
+    rounds = [
+        (
+            throughput(single, 1, 256),
+            throughput(eight, 8, 256),
+            first_token(single, LONG),
+            theirs(),
+            float(np.median(waits(two, beside=False))),
+            float(np.percentile(waits(two, beside=True), 95)),
+        )
+        for _ in range(arguments.rounds + 1)
+    ][1:]
+    one, together, own, other, idle, busy = (statistics.median(column) for column in zip(*rounds, strict=True))
+    chunk = own / (LONG / 256)
+    figures = {
+        "eight_over_one": together / one,
+        "first_token_over_transformers": own / other,
+        "p95_over_twice_idle_plus_a_chunk": busy / (2 * idle + chunk),
+    }
+    publish(
+        "engine",
+        [
+            "# The engine under load",
+            "",
+            f"{model.config.family}, {model.config.layers} layers, embed {model.config.embed}, float32, one CPU device"
+            f"; medians of {arguments.rounds} rounds. {versions()}, torch {torch.__version__}, transformers "
+            f"{transformers.__version__}.",
+            "",
+            *table(
+                ["what", "ours", "beside", "ratio"],
+                [
+                    ["8 requests together, tokens/s", f"{together:.1f}", f"{one:.1f} alone", f"{together / one:.2f}x"],
+                    [
+                        f"first token of {LONG} tokens, s",
+                        f"{own:.2f}",
+                        f"{other:.2f} transformers",
+                        f"{own / other:.2f}x",
+                    ],
+                    [
+                        "95th percentile between tokens beside a long prompt, s",
+                        f"{busy:.3f}",
+                        f"{2 * idle + chunk:.3f} twice idle plus a chunk",
+                        f"{busy / (2 * idle + chunk):.2f}x",
+                    ],
+                ],
+            ),
+        ],
+        figures,
+    )
+
+
+if __name__ == "__main__":
+    main()
