@@ -6,8 +6,12 @@ import sys
 
 COMMANDS = {
     "convert": ("models.convert_command", "turn a Hugging Face folder or a GGUF file into a checkpoint"),
+    "export": ("models.export_command", "turn a checkpoint into a Hugging Face folder"),
     "generate": ("infer.generate", "generate text from a checkpoint, on any mesh"),
+    "chat": ("infer.chat", "talk with a model in the terminal"),
     "train": ("train.command", "train by a recipe, on any mesh; alone: list the recipes"),
+    "verify": ("models.verify_command", "compare a checkpoint with what transformers computes (needs torch)"),
+    "zoo": ("models.zoo_command", "list the published sizes"),
     "plot": ("train.plot", "draw the loss of a run, and its loss by position"),
 }
 """Name: the module whose `main(arguments)` runs it, and what it does."""

@@ -5,19 +5,18 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from configs.model import ModelConfig
 from models.checkpoint import abstract_model, check_destination, finish, main_dtype, named_leaves, partial_folder
-from models.families import Family, family_of
+from models.families import families, family_of
 from models.gguf import open_gguf
+from models.progress import byte_progress
 from models.record import RECORD, TOKENIZER, WEIGHTS, Record
 from models.safetensors_folder import listing, open_folder
 from models.source import Source, StoredTensor
@@ -37,6 +36,11 @@ class Parameter:
     tensors: tuple[tuple[str, StoredTensor], ...]
     """Names and tensors, one a layer, or only one for what stands outside the layers."""
     stacked: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def open_source(src: str | Path) -> Source:
@@ -75,10 +79,8 @@ def convert(
         raise ValueError(f"dtype {dtype!r}: the known ones are {', '.join(DTYPES)}")
     check_destination(dst, overwrite=overwrite)
     source = open_source(src)
-    family = family_of(source.fields)
-    config = family.from_hf(source.fields)
-    source.fields.finish(ignore_fields)
-    parameters = match(source, family, config, None if dtype is None else DTYPES[dtype])
+    config = read_source_config(source, ignore_fields)
+    parameters = match(source, config, None if dtype is None else DTYPES[dtype])
     partial = partial_folder(dst)
     identity = json.dumps([source.identity, config.fingerprint(), dtype])
     with TemporaryDirectory() as scratch:
@@ -96,7 +98,14 @@ def convert(
     finish(partial, dst, record)
 
 
-def match(source: Source, family: Family, config: ModelConfig, dtype: np.dtype | None) -> dict[str, Parameter]:
+def read_source_config(source: Source, ignore_fields: Collection[str] = ()) -> ModelConfig:
+    """The architecture; raises ValueError for fields that are not supported, or not known and not to be ignored."""
+    config = family_of(source.fields).from_hf(source.fields)
+    source.fields.finish(ignore_fields)
+    return config
+
+
+def match(source: Source, config: ModelConfig, dtype: np.dtype | None) -> dict[str, Parameter]:
     """The tensors of every parameter.
 
     Raises ValueError listing all that is missing, unexpected, of another shape, or of several dtypes in one parameter.
@@ -107,7 +116,7 @@ def match(source: Source, family: Family, config: ModelConfig, dtype: np.dtype |
     misfits: list[str] = []
     used: set[str] = set()
     parameters: dict[str, Parameter] = {}
-    for name, pattern in family.names(config).items():
+    for name, pattern in families()[config.family].names(config).items():
         shape = shapes[name]
         stacked = "{layer}" in pattern
         layers = range(int(name.split(".")[2]), config.layers, model.places) if stacked else [0]
@@ -195,18 +204,14 @@ def _save_tokenizer(source: Source, config: ModelConfig, folder: Path) -> None:
 
 def _write_weights(parameters: Mapping[str, Parameter], partial: Path, identity: str, hashes: dict[str, str]) -> None:
     """Writes the parameters that `hashes` lacks, and adds them to it and to the journal as they are finished."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        sizes = {name: math.prod(p.shape) * p.dtype.itemsize for name, p in parameters.items()}
+    with byte_progress() as progress:
+        sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
         task = progress.add_task("converting", total=sum(sizes.values()))
         progress.advance(task, sum(sizes[name] for name in hashes))
 
         def deferred(name: str, parameter: Parameter) -> Deferred:
-            def fill(array: np.ndarray) -> None:
-                targets = array if parameter.stacked else array[None]
-                for (stored, tensor), target in zip(parameter.tensors, targets, strict=True):
-                    _read(stored, tensor, target)
-                    progress.advance(task, target.nbytes)
+            def filled(array: np.ndarray) -> None:
+                fill(parameter, array, lambda count: progress.advance(task, count))
 
             def written(array: np.ndarray) -> None:
                 hashes[name] = hash_array(array)
@@ -214,9 +219,17 @@ def _write_weights(parameters: Mapping[str, Parameter], partial: Path, identity:
                 beside.write_text(json.dumps({"identity": identity, "hashes": hashes}))
                 os.replace(beside, partial / JOURNAL)
 
-            return Deferred(parameter.shape, parameter.dtype, fill, written, done=name in hashes)
+            return Deferred(parameter.shape, parameter.dtype, filled, written, done=name in hashes)
 
         write_arrays(partial / WEIGHTS, {name: deferred(name, parameter) for name, parameter in parameters.items()})
+
+
+def fill(parameter: Parameter, array: np.ndarray, advance: Callable[[int], None]) -> None:
+    """Reads a parameter's tensors into an array of its shape and dtype; `advance` hears of the bytes."""
+    targets = array if parameter.stacked else array[None]
+    for (stored, tensor), target in zip(parameter.tensors, targets, strict=True):
+        _read(stored, tensor, target)
+        advance(target.nbytes)
 
 
 def _read(name: str, tensor: StoredTensor, target: np.ndarray) -> None:

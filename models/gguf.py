@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from models.families.fields import Fields
+from models.gguf_rope import FREQUENCIES, read_rope
 from models.gguf_tokenizer import save_tokenizer
 from models.source import Source, StoredTensor, check_weights_file, identity_of, read_bytes
 
@@ -24,7 +25,12 @@ _CONFIG = {
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
 }
-_ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA}
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+}
+"""Mistral's files call themselves llama, and say nothing of a window."""
 _PIECE_BYTES = 64 << 20
 _PLAIN = {
     gguf.GGMLQuantizationType.F32: np.dtype(np.float32),
@@ -105,21 +111,16 @@ def read_metadata(path: Path, metadata: Mapping[str, Any], tensors: list[Any]) -
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot")}
     ends = [ids[name] for name in ("eos", "eot") if ids[name] is not None]
     raw |= {"bos_token_id": ids["bos"], "eos_token_id": ends if len(set(ends)) > 1 else next(iter(ends), None)}
-    _read_rope(path, raw, prefix, "rope_freqs.weight" in shapes)
+    divisors = next((np.array(tensor.data, np.float32) for tensor in tensors if tensor.name == FREQUENCIES), None)
+    read_rope(path, raw, prefix, divisors)
     return raw
-
-
-def _read_rope(path: Path, raw: dict[str, Any], prefix: str, has_frequencies: bool) -> None:
-    kind = raw.pop(f"{prefix}rope.scaling.type", "none")
-    if has_frequencies:
-        raise ValueError(f"{path} holds rope_freqs.weight: frequencies scaled as Llama 3.1 does are not read yet")
-    if kind != "none":
-        raise ValueError(f"{path} has {prefix}rope.scaling.type {kind!r}: only plain rotary embeddings are read yet")
 
 
 def _tensors(path: Path, tensors: list[Any], raw: Mapping[str, Any]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for tensor in tensors:
+        if tensor.name == FREQUENCIES:
+            continue
         if tensor.name in found:
             raise ValueError(f"{path} holds {tensor.name} twice")
         read_into = partial(_read_tensor, path, tensor.data_offset, tensor.data.shape, tensor.tensor_type)

@@ -17,7 +17,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20
 """Bytes of the largest header that is read: far above any real one, and safe to allocate."""
-_DTYPES = {
+DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -124,10 +124,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _stored(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -> StoredTensor:
-    if entry["dtype"] not in _DTYPES:
-        known = ", ".join(_DTYPES)
+    if entry["dtype"] not in DTYPES:
+        known = ", ".join(DTYPES)
         raise ValueError(f"{path}: {name} has dtype {entry['dtype']}: the supported ones are {known}")
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     if min(shape, default=0) < 0 or begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{path}: {name} has shape {shape} and {end - begin} bytes: they do not agree")

@@ -37,6 +37,11 @@ class Tokenizer:
         """The token that ends a text the model is trained on; None where the tokenizer has none."""
         return self._inner.eos_token_id
 
+    @property
+    def named_ids(self) -> dict[str, int | None]:
+        """The tokens that begin a text, end it, and fill a row: `bos`, `eos` and `pad`."""
+        return {name: getattr(self._inner, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
         """The tokenizer of the checkpoint at `path`.

@@ -5,8 +5,9 @@ attend.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -28,7 +29,8 @@ class Block(eqx.Module):
     """Attention and an MLP, each behind a norm and added to the residual."""
 
     attention_norm: RMSNorm
-    attention: Attention
+    attention: Callable[..., Any]
+    """`layers.attention.Attention`, or a family's own layer that is called as it is."""
     mlp_norm: RMSNorm
     mlp: SwiGLU
 
@@ -163,13 +165,24 @@ def check_mesh(config: ModelConfig, plan: Plan) -> None:
         )
 
 
-def init_block(config: ModelConfig, *, key: PRNGKeyArray) -> Block:
-    """One block of the shared architecture with random weights."""
+def _shared_attention(config: ModelConfig, key: PRNGKeyArray) -> Attention:
+    return Attention.init(dim_sizes(config), rope=config.rope, key=key)
+
+
+def init_block(
+    config: ModelConfig,
+    *,
+    attention: Callable[[PRNGKeyArray], Callable[..., Any]] | None = None,
+    key: PRNGKeyArray,
+) -> Block:
+    """One block of the shared architecture with random weights; `attention` makes a family's own layer from a key."""
     sizes = dim_sizes(config)
+    if attention is None:
+        attention = functools.partial(_shared_attention, config)
     attention_key, mlp_key = jax.random.split(key)
     return Block(
         attention_norm=RMSNorm.init("embed", config.embed, eps=config.norm_eps),
-        attention=Attention.init(sizes, rope=config.rope, key=attention_key),
+        attention=attention(attention_key),
         mlp_norm=RMSNorm.init("embed", config.embed, eps=config.norm_eps),
         mlp=SwiGLU.init(sizes, key=mlp_key),
     )

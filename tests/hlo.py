@@ -330,6 +330,21 @@ class Program:
         return {int(x.literal): x for x in entry if x.opcode == "parameter"}
 
 
+def largest_beside(program: Program, size: int) -> int:
+    """The most numbers that any result holds for each step along a dim of `size`; 0 where none has such a dim.
+
+    Which says whether an array of that dim and another large one exists, whatever the other dims and their order.
+    """
+    found = [0]
+    for instructions in program.computations.values():
+        for instruction in instructions.values():
+            for _, dims in _TYPE.findall(instruction.type):
+                sizes = [int(dim.lstrip("<=")) for dim in dims.split(",") if dim]
+                if size in sizes:
+                    found.append(math.prod(sizes) // size)
+    return max(found)
+
+
 def _times(collective: Collective, loops: int | None) -> int:
     count = collective.count if collective.count is not None else loops
     if count is None:

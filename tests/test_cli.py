@@ -57,7 +57,6 @@ def test_paths_of_the_wrong_kind_say_which_command_is_meant(checkpoint, tmp_path
     for arguments, words in (
         (["generate", tmp_path / "none", "--prompt", "x"], "does not exist"),
         (["generate", tmp_path / "empty", "--prompt", "x"], "empty"),
-        (["generate", hf, "--prompt", "x"], "treering convert"),
         (["convert", tmp_path / "none", tmp_path / "new"], "does not exist"),
         (["convert", tmp_path / "empty", tmp_path / "new"], "empty"),
         (["convert", checkpoint, tmp_path / "new"], "is a checkpoint already"),

@@ -470,7 +470,7 @@ def test_every_spelling_of_rotary_parameters(fields: dict[str, Any], rope: Any) 
         ({"num_key_value_heads": 3}, "kv_heads 3 does not divide heads 8"),
         ({"hidden_size": 60}, "does not divide hidden_size 60"),
         ({"vocab_size": "absent"}, "lacks 'vocab_size'"),
-        ({"embedding_multiplier": 12.0}, "embedding_multiplier .--ignore-fields embedding_multiplier"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier .treering convert --ignore-fields embedding_multiplier"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

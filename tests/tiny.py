@@ -44,7 +44,7 @@ TEMPLATE = (
 
 
 def tensors(config: Mapping[str, Any] = LLAMA, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random float32 tensors of a Llama under their Hugging Face names."""
+    """Random float32 tensors of a Llama or a Qwen under their Hugging Face names."""
     rng = np.random.default_rng(seed)
     embed, mlp, heads, kv_heads = (
         config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -66,6 +66,11 @@ def tensors(config: Mapping[str, Any] = LLAMA, *, seed: int = 0) -> dict[str, np
             "mlp.down_proj": (embed, mlp),
         }
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in inside.items()}
+        if config["model_type"] == "qwen2":
+            sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
+            shapes |= {f"model.layers.{layer}.self_attn.{n}_proj.bias": (size * head_dim,) for n, size in sizes.items()}
+        if config["model_type"] == "qwen3":
+            shapes |= {f"model.layers.{layer}.self_attn.{name}_norm.weight": (head_dim,) for name in ("q", "k")}
     draws = {name: 0.3 * rng.normal(size=shape) for name, shape in shapes.items()}
     return {name: (draw + (draw.ndim == 1)).astype(np.float32) for name, draw in draws.items()}
 
@@ -102,10 +107,14 @@ def write_gguf(
     *,
     quantise: gguf.GGMLQuantizationType | None = None,
     metadata: Mapping[str, Any] | None = None,
+    divisors: np.ndarray | None = None,
 ) -> Path:
-    """The same as a GGUF file: q and k rows interleaved, matrices in the type `quantise` (default: float32)."""
+    """The same as a GGUF file: a Llama's q and k rows interleaved, matrices in the type `quantise` (default: float32).
+
+    `divisors` are the values of rope_freqs.weight.
+    """
     weights = tensors(config) if weights is None else weights
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, config["model_type"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -120,11 +129,15 @@ def write_gguf(
         writer.add_rope_dimension_count(config["head_dim"])
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors)
     for name, array in weights.items():
-        stored = names.get_name(name, try_suffixes=(".weight",))
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None
-        if "q_proj" in name:
+        if config["model_type"] != "llama":
+            pass
+        elif "q_proj" in name:
             array = interleave(array, config["num_attention_heads"])
         elif "k_proj" in name:
             array = interleave(array, config["num_key_value_heads"])

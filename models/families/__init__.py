@@ -1,9 +1,10 @@
 """Families of models; importing this package registers those of the zoo."""
 
-from models.families import llama
+from models.families import llama, mistral, qwen2, qwen3
 from models.families.registry import Family as Family
 from models.families.registry import families as families
 from models.families.registry import family_of as family_of
 from models.families.registry import register_family as register_family
 
-register_family(llama.FAMILY)
+for _module in (llama, mistral, qwen2, qwen3):
+    register_family(_module.FAMILY)

@@ -71,5 +71,5 @@ class Fields:
             names = ",".join(unknown)
             raise ValueError(
                 f"{self.name} has fields that are not known here and may change the arithmetic: {', '.join(unknown)} "
-                f"(--ignore-fields {names} goes on without them)"
+                f"(treering convert --ignore-fields {names} goes on without them)"
             )

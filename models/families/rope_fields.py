@@ -80,7 +80,7 @@ def _yarn_scale(factor: float, scale: float = 1.0) -> float:
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 writes it."""
+    """`rope_parameters` as transformers 5 writes it, and the same in the words of transformers 4."""
     written: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     match rope:
         case LinearRope():
@@ -101,4 +101,7 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
                 "beta_slow": rope.beta_slow,
                 "truncate": rope.truncate,
             }
-    return {"rope_parameters": written}
+    # Readers of transformers 4 look for theta beside the other parameters, under their older name.
+    scaling = {key: value for key, value in written.items() if key != "rope_theta"}
+    older = {} if isinstance(rope, DefaultRope) else {"rope_scaling": scaling}
+    return {"rope_parameters": written, "rope_theta": rope.theta, **older}

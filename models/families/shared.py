@@ -31,9 +31,12 @@ def tensor_names(config: ModelConfig, block: dict[str, str], places: int = 1) ->
     return names
 
 
-def read_shared(fields: Fields, *, head_dim_default: int | None = None) -> dict[str, Any]:
+def read_shared(
+    fields: Fields, *, head_dim_default: int | None = None, kv_heads_default: int | None = None
+) -> dict[str, Any]:
     """The fields of `ModelConfig`, with the defaults that transformers gives them.
 
+    Those of some families are numbers; None stands for embed / heads, and for as many key heads as query heads.
     Raises ValueError for a quantised model and an activation other than SiLU.
     """
     quantised = fields.take("quantization_config", None)
@@ -59,7 +62,7 @@ def read_shared(fields: Fields, *, head_dim_default: int | None = None) -> dict[
         "embed": embed,
         "layers": fields.integer("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": fields.integer("num_key_value_heads", heads),
+        "kv_heads": _kv_heads(fields, heads, kv_heads_default),
         "head_dim": head_dim,
         "mlp": fields.integer("intermediate_size"),
         "context_length": context_length,
@@ -67,6 +70,12 @@ def read_shared(fields: Fields, *, head_dim_default: int | None = None) -> dict[
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
         "rope": read_rope(fields, context_length),
     }
+
+
+def _kv_heads(fields: Fields, heads: int, default: int | None) -> int:
+    # null means as many as query heads in every family.
+    absent = "num_key_value_heads" not in fields.raw and default is not None
+    return fields.integer("num_key_value_heads", default if absent else heads)
 
 
 def write_shared(config: ModelConfig) -> dict[str, Any]:

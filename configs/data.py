@@ -1,0 +1,62 @@
+"""What a run reads: sources, tokenizer, windows."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One data set, and its share in a mixture."""
+
+    path: str
+    """A file or a pattern of files (.jsonl, .json, .parquet, .txt; also as .gz, .bz2, .xz, .zst), a folder that
+    `datasets` saved, the name of a data set on the Hugging Face hub, or python-docs: the text of Python's own
+    documentation that comes with every Python (splits: train, test)."""
+    column: str = "text"
+    """The column to train on: text, or lists of token ids."""
+    subset: str | None = None
+    """The configuration of a data set on the hub."""
+    split: str = "train"
+    """The split, or a part of one, such as train[:90%]."""
+    unit: Literal["file", "paragraph", "line"] = "file"
+    """What one document is, in files of plain text."""
+    weight: float = 1.0
+    """Rows of this source in proportion to those of the others."""
+
+    def __post_init__(self):
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"the weight of {self.path} is {self.weight}: weights are positive numbers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data and how it becomes batches. All of it decides what a run computes."""
+
+    sources: tuple[Source, ...]
+    """Several are mixed row by row in proportion to their weights; each starts over when it ends."""
+    held_out: tuple[Source, ...] = ()
+    """What evaluation reads."""
+    tokenizer: str | None = None
+    """A checkpoint or a Hugging Face folder; bytes: one token a byte; bpe: byte pairs, learned from the sources up to
+    the model's vocabulary. None takes the tokenizer of the weights that the run starts from."""
+    end: bool = True
+    """End each document of text with the tokenizer's end token."""
+    window: int
+    """Tokens of a row."""
+    batch: int
+    """Rows of a step, over all devices and accumulation steps."""
+    streaming: bool = False
+    """Read documents in order as they come, and tokenise them in passing. Default: all are tokenised once into the
+    cache, and each epoch has an order of its own."""
+    block_windows: int = 256
+    """Documents are packed, and streamed ones shuffled, in blocks of about so many windows. A stream holds one block
+    in memory."""
+    cache: str = "~/.cache/treering"
+    """Folder for tokenised data."""
+
+    def __post_init__(self):
+        if not self.sources:
+            raise ValueError("data.sources is empty: name at least one")
+        for name in ("window", "batch", "block_windows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name} is {getattr(self, name)}: it must be at least 1")

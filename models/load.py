@@ -1,0 +1,92 @@
+"""Models to run, wherever they lie: a checkpoint of ours, a Hugging Face folder, or a GGUF file."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from configs.model import ModelConfig
+from layers.sharding import Plan
+from models.checkpoint import abstract_model, load_model, named_leaves
+from models.convert import Parameter, fill, match, open_source, read_source_config
+from models.progress import byte_progress
+from models.record import RECORD, WEIGHTS, read_config
+from models.source import Source
+from models.tokenizer import Tokenizer
+from models.transformer import Transformer
+from models.weights import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenModel:
+    """A model on disk, of which only the configuration has been read."""
+
+    config: ModelConfig
+    load: Callable[[Plan, str | None], Transformer]
+    """The model, stacked, each parameter on its devices of a plan; cast to a dtype, or as stored where it is None."""
+    tokenizer: Callable[[], Tokenizer]
+    """Raises ValueError where there is none."""
+
+
+def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> OpenModel:
+    """The model at `path`; `ignore_fields` names fields of a foreign config.json to go on without.
+
+    Raises what `read_record` does for what looks like a checkpoint, and what `open_source` does for the rest.
+    """
+    folder = Path(path)
+    foreign = folder.is_file() or (folder / "config.json").is_file()
+    if not foreign or (folder / RECORD).exists() or (folder / WEIGHTS).is_dir():
+        return OpenModel(
+            config=read_config(folder),
+            load=partial(load_model, folder),
+            tokenizer=partial(Tokenizer.load, folder),
+        )
+    source = open_source(folder)
+    config = read_source_config(source, ignore_fields)
+    return OpenModel(
+        config=config,
+        load=partial(load_source, source, config),
+        tokenizer=partial(_tokenizer_of, source),
+    )
+
+
+def load_source(source: Source, config: ModelConfig, plan: Plan, dtype: str | None = None) -> Transformer:
+    """The model of tensors that other tools wrote, without a checkpoint in between.
+
+    One parameter at a time stands in host memory and goes to its devices. Raises ValueError as a conversion would.
+    """
+    arrays, static = eqx.partition(abstract_model(config), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    shardings = _shardings(plan, arrays)
+    parameters = match(source, config, None if dtype is None else DTYPES[dtype])
+    placed = {}
+    with byte_progress() as progress:
+        total = sum(parameter.nbytes for parameter in parameters.values())
+        task = progress.add_task("loading", total=total)
+        for name, parameter in parameters.items():
+            placed[name] = _place(parameter, shardings[name], lambda count: progress.advance(task, count))
+    structure = jax.tree.structure(arrays)
+    return eqx.combine(jax.tree.unflatten(structure, [placed[name] for name in shardings]), static)
+
+
+def _shardings(plan: Plan, arrays: Transformer) -> dict[str, jax.sharding.NamedSharding]:
+    """The shardings of a model's parameters by their paths."""
+    return {name: leaf.sharding for name, leaf in named_leaves(plan.abstract(arrays, "parameters")).items()}
+
+
+def _place(parameter: Parameter, sharding: jax.sharding.NamedSharding, advance: Callable[[int], None]) -> jax.Array:
+    array = np.empty(parameter.shape, parameter.dtype)
+    fill(parameter, array, advance)
+    # Waits: the next parameter takes the place of this one in host memory.
+    return jax.block_until_ready(jax.device_put(array, sharding))
+
+
+def _tokenizer_of(source: Source) -> Tokenizer:
+    with TemporaryDirectory() as scratch:
+        if not source.save_tokenizer(Path(scratch)):
+            raise ValueError(f"{source.fields.name} has no tokenizer beside it: text goes through one")
+        return Tokenizer.from_folder(Path(scratch))
