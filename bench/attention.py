@@ -47,10 +47,10 @@ def _torch(tokens: int) -> dict[str, Callable]:
     import torch
 
     q, k, v, d_out = (torch.tensor(x).transpose(1, 2).contiguous() for x in _arrays(tokens))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves = q, k, v = tuple(x.requires_grad_() for x in (q, k, v))
 
     def attend():
-        return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     def forward():
         with torch.no_grad():
@@ -139,7 +139,8 @@ def computed_pairs(mesh: Any, order: Any, mask: Any, share: int, segments: Any =
     def on_device(segments, kv_segments):
         tokens = Tokens.of_device(
             "context",
-            (1, share),
+            batch=1,
+            share=share,
             order=order,
             length=None,
             positions=None,

@@ -1,21 +1,26 @@
 """Training speed beside transformers: `python -m bench.train [--tokens 1024 4096] [--rounds 10]`.
 
 One device, float32, AdamW with clipping, one row of one document, the same tiny Llama; two threads each, in turn in one
-process. transformers runs with the faster of its sdpa and eager attention, without remat; ours with each remat.
-Prints a table and writes it to bench/results/train.md.
+process. transformers runs with the faster of its sdpa and eager attention and keeps all activations; ours runs with
+each remat, and is compared with its default, attention. Prints a table and writes it to bench/results/train.md.
 """
 
 import argparse
+import json
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 THREADS = 2
+REMATS = ("attention", "none", "full")
+ATTENTIONS = ("sdpa", "eager")
 
 
-def ours(model_config, remat: str, tokens: int) -> Callable[[], float]:
+def ours(model_config, remat: Any, tokens: int) -> Callable[[], float]:
     """A function that runs a step of ours and returns its seconds."""
     import jax
     import numpy as np
@@ -56,7 +61,7 @@ def theirs(model_config, attention: str, tokens: int) -> Callable[[], float]:
     from models.families.registry import families
 
     fields = families()["llama"].to_hf(model_config)
-    fields.pop("architectures"), fields.pop("model_type")
+    del fields["architectures"], fields["model_type"]
     config = transformers.LlamaConfig(**fields)
     config._attn_implementation = attention
     model = transformers.LlamaForCausalLM(config).train()
@@ -78,7 +83,7 @@ def theirs(model_config, attention: str, tokens: int) -> Callable[[], float]:
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
@@ -88,33 +93,45 @@ def main() -> None:
     import torch
     import transformers
 
-    from configs.recipes import TINY_MODEL
+    from configs.recipes import TINY_MODEL as model
 
     torch.set_num_threads(THREADS)
-    config = TINY_MODEL
     lines = [
-        f"One training step, {config.family} with {config.layers} layers, embed {config.embed}, {config.heads} heads of "
-        f"{config.head_dim}, {config.kv_heads} key heads, mlp {config.mlp}, vocab {config.vocab}; 1 row, float32, AdamW; "
-        f"1 CPU device, {THREADS} threads; jax {jax.__version__}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}; medians of {arguments.rounds} rounds in turn.",
+        f"One training step: {model.family}, {model.layers} layers, embed {model.embed}, {model.heads} heads of "
+        f"{model.head_dim} and {model.kv_heads} key heads, mlp {model.mlp}, vocab {model.vocab}; 1 row, float32, "
+        f"AdamW, clipped; 1 CPU device ({processor()}), {THREADS} threads; Python {platform.python_version()}, jax "
+        f"{jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}; medians of "
+        f"{arguments.rounds} rounds in turn, without compiling.",
         "",
-        "| tokens | ours, remat none, ms | attention | full | transformers sdpa | eager | ours (none) over the faster |",
+        "| tokens | ours ms: remat attention | none | full | transformers sdpa | eager | ours over the faster |",
         "|---|---|---|---|---|---|---|",
     ]
+    found = []
     for tokens in arguments.tokens:
-        runs = [ours(config, remat, tokens) for remat in ("none", "attention", "full")]
-        runs += [theirs(config, attention, tokens) for attention in ("sdpa", "eager")]
-        for run in runs:
-            run(), run()
+        runs = [ours(model, remat, tokens) for remat in REMATS]
+        runs += [theirs(model, attention, tokens) for attention in ATTENTIONS]
+        for run in runs * 2:
+            run()
         rounds = [[run() for run in runs] for _ in range(arguments.rounds)]
-        cells = [f"{statistics.median(column) * 1e3:.0f}" for column in zip(*rounds, strict=True)]
-        ratio = statistics.median(min(row[3:]) / row[0] for row in rounds)
-        lines.append(f"| {tokens} | {' | '.join(cells)} | {ratio:.2f}x |")
+        seconds = [statistics.median(column) for column in zip(*rounds, strict=True)]
+        ratio = statistics.median(min(row[len(REMATS) :]) / row[0] for row in rounds)
+        lines.append(f"| {tokens} | {' | '.join(f'{x * 1e3:.0f}' for x in seconds)} | {ratio:.2f}x |")
+        found.append({"tokens": tokens, **dict(zip(REMATS + ATTENTIONS, seconds, strict=True)), "speedup": ratio})
         print(lines[-1], flush=True)
     print("\n".join(lines))
+    print(json.dumps(found))
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
-    (results / "train.md").write_text("\n".join(lines) + "\n")
+    (results / "train.md").write_text("\n".join(lines) + "\n\n`python -m bench.train`\n")
+
+
+def processor() -> str:
+    """The CPU's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

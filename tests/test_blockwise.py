@@ -7,36 +7,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hlo
 from attention_cases import Case, check, covering_array, error
 from layers.blockwise import local_attention
 from layers.dense import dense_attention, dense_partial
-from layers.kernels import xla
+from layers.kernels import tiles
 from layers.mask import Mask
 from layers.partial import Partial
 
 CASES = [case for case in covering_array() if case.algorithm == "local"]
 
 
-def tiles(monkeypatch, size: int) -> None:
-    monkeypatch.setattr(xla, "Q_TILE", size)
-    monkeypatch.setattr(xla, "KV_TILE", size)
+def limit_tiles(monkeypatch, size: int) -> None:
+    monkeypatch.setattr(tiles, "Q_TILE", size)
+    monkeypatch.setattr(tiles, "KV_TILE", size)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_dense_attention(case, mesh, x64, monkeypatch):
-    tiles(monkeypatch, case.tile)
+    limit_tiles(monkeypatch, case.tile)
     check(case, mesh)
 
 
 @pytest.mark.smoke
 def test_equals_dense_attention_small(mesh, x64, monkeypatch):
-    tiles(monkeypatch, 8)
+    limit_tiles(monkeypatch, 8)
     check(Case("local", length=31, batch=2, mask="data"), mesh)
 
 
 def test_errors_grow_no_faster_than_scores(mesh, x64, monkeypatch):
     """Scores to about 5, 60, 300 and 1500."""
-    tiles(monkeypatch, 16)
+    limit_tiles(monkeypatch, 16)
     check(Case("local", length=97, head_dim=64, mask="data", dtype="float32"), mesh, scales=(1, 12.0, 60.0, 300.0))
 
 
@@ -69,7 +70,7 @@ def test_dense_attention_is_the_definition(x64):
 def test_any_positions_and_segments(positions, segments):
     """One compiled shape, in tiles of 8; what positions and segments do is data."""
     with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
-        tiles(patch, 8)
+        limit_tiles(patch, 8)
         q, k, v = arrays(seq=33, dtype=jnp.float64)
         data = (jnp.array([positions]), jnp.array([segments]))
         for x, y in zip(
@@ -100,7 +101,7 @@ _compiled, _oracle = _with_gradients(local_attention), _with_gradients(dense_par
 
 def test_a_row_without_keys_changes_nothing_else(x64, monkeypatch):
     """(0, -inf), and the other rows' gradients are those of a batch without it."""
-    tiles(monkeypatch, 8)
+    limit_tiles(monkeypatch, 8)
     q, k, v = arrays(batch=3, dtype=jnp.float64)
     segments = jnp.ones((3, 32), int).at[1].set(0).at[2, 20:].set(0)
 
@@ -120,7 +121,7 @@ def test_a_row_without_keys_changes_nothing_else(x64, monkeypatch):
 
 def test_nothing_leaks_between_documents(monkeypatch):
     """Values and gradients of document 2 are the same bits, whatever stands in document 1."""
-    tiles(monkeypatch, 8)
+    limit_tiles(monkeypatch, 8)
     q, k, v = arrays()
     segments = jnp.where(jnp.arange(32) < 13, 1, 2)[None]
 
@@ -142,7 +143,7 @@ def test_nothing_leaks_between_documents(monkeypatch):
 
 def test_a_window_is_exact(monkeypatch):
     """Window 4 at token 20: key 17 matters, key 16 does not."""
-    tiles(monkeypatch, 8)
+    limit_tiles(monkeypatch, 8)
     q, k, v = arrays()
     attend = jax.jit(lambda q, k, v: local_attention(q, k, v, mask=Mask(window=4)).out)
     out = attend(q, k, v)
@@ -175,7 +176,7 @@ def test_scores_of_ten_thousand():
 
 def test_under_vmap(x64, monkeypatch):
     """Each example with its own documents, which decide what its loops visit."""
-    tiles(monkeypatch, 8)
+    limit_tiles(monkeypatch, 8)
     q, k, v = (jnp.stack([x, x[::-1]]) for x in arrays(batch=2, seq=24, dtype=jnp.float64))
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (2, 2, 24))))
 
@@ -199,7 +200,9 @@ def test_memory_is_that_of_blocks():
     def temporary(seq):
         shapes = [jax.ShapeDtypeStruct((1, seq, n, 64), jnp.float32) for n in (4, 2, 2)]
         run = jax.jit(jax.grad(lambda q, k, v: jnp.sum(local_attention(q, k, v).out), (0, 1, 2)))
-        return run.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        size = hlo.read(run.lower(*shapes).compile()).temporary_bytes
+        assert size is not None
+        return size
 
     assert temporary(8192) < 4.2 * temporary(2048)
 

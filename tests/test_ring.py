@@ -17,7 +17,7 @@ from bench.attention import computed_pairs
 from layers.blockwise import LSE_NAME, OUT_NAME
 from layers.dense import dense_partial
 from layers.gather import gather_attention, gather_partial
-from layers.kernels import xla
+from layers.kernels import tiles
 from layers.mask import Mask
 from layers.order import from_order, to_order
 from layers.partial import Partial
@@ -27,21 +27,21 @@ CASES = [case for case in covering_array() if case.algorithm != "local"]
 LONG = [case for case in covering_array(seed=30, start=()) if case.algorithm != "local"]
 
 
-def tiles(monkeypatch, size: int) -> None:
-    monkeypatch.setattr(xla, "Q_TILE", size)
-    monkeypatch.setattr(xla, "KV_TILE", size)
+def limit_tiles(monkeypatch, size: int) -> None:
+    monkeypatch.setattr(tiles, "Q_TILE", size)
+    monkeypatch.setattr(tiles, "KV_TILE", size)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_dense_attention(case, mesh, x64, monkeypatch):
-    tiles(monkeypatch, case.tile)
+    limit_tiles(monkeypatch, case.tile)
     check(case, mesh)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_equals_dense_attention_in_other_combinations(case, mesh, x64, monkeypatch):
-    tiles(monkeypatch, case.tile)
+    limit_tiles(monkeypatch, case.tile)
     check(case, mesh)
 
 
@@ -72,7 +72,7 @@ def arrays(batch=1, seq=64, heads=4, kv_heads=2, head_dim=8, dtype: str = "float
 
 def test_large_scores(mesh, x64, monkeypatch):
     """Scores to about 500 over eight shards: errors in proportion."""
-    tiles(monkeypatch, 16)
+    limit_tiles(monkeypatch, 16)
     check(Case("ring", 8, length=128, head_dim=64, mask="data", dtype="float32"), mesh, scales=(1.0, 100.0))
 
 
@@ -199,20 +199,20 @@ def test_a_ring_sends_one_less_than_its_devices(p, mesh):
     assert program.received_bytes() == (p - 1) * 2 * b * t * h * d * 4
 
 
-@pytest.mark.parametrize(("p", "segments"), [(2, False), (4, False), (4, True)])
-def test_a_layer_sends_3p_minus_2_and_its_ring_runs_forward_once(p, segments, mesh):
+@pytest.mark.parametrize(("p", "documents"), [(2, False), (4, False), (4, True)])
+def test_a_layer_sends_3p_minus_2_and_its_ring_runs_forward_once(p, documents, mesh):
     """Under the policy nothing is sent twice."""
     here = mesh(context=p)
     b, t, h, d, count = 1, 32, 2, 8, 5
-    data = {"segments": jnp.ones((b, t * p), jnp.int32)} if segments else {}
+    segments = jnp.ones((b, t * p), jnp.int32) if documents else None
 
     def attend(q, k, v):
-        return ring_attention(q, k, v, mesh=here, order="zigzag", **data)
+        return ring_attention(q, k, v, mesh=here, order="zigzag", segments=segments)
 
     program = compiled(layers_of(attend, count, SAVED), here, (b, t * p, 2 * h, d))
     assert program.launches()["collective-permute"] == count * (3 * p - 2)
     sent = [x for x in program.collectives if x.kind == "collective-permute"]
-    assert sum(x.received * x.count for x in sent) == count * (3 * p - 2) * 2 * b * t * h * d * 4
+    assert sum(x.received * (x.count or 0) for x in sent) == count * (3 * p - 2) * 2 * b * t * h * d * 4
 
 
 @pytest.mark.parametrize(
@@ -257,16 +257,16 @@ def test_gather_launches(mesh):
     assert program.received_bytes() == count * message * 3 * 4
 
 
-@pytest.mark.parametrize("data", [False, True], ids=["zigzag", "documents"])
-def test_temporary_memory_is_flat_in_the_axis(data, mesh):
+@pytest.mark.parametrize("documents", [False, True], ids=["zigzag", "documents"])
+def test_temporary_memory_is_flat_in_the_axis(documents, mesh):
     """At a fixed number of tokens a device, forward and backward."""
     sizes = []
     for p in (3, 8):
         here = mesh(context=p)
-        kwargs = {"segments": jnp.ones((1, 256 * p), jnp.int32)} if data else {}
+        segments = jnp.ones((1, 256 * p), jnp.int32) if documents else None
 
         def loss(q, k, v):
-            out = ring_attention(q, k, v, mesh=here, order="zigzag", **kwargs)  # noqa: B023
+            out = ring_attention(q, k, v, mesh=here, order="zigzag", segments=segments)  # noqa: B023
             return jnp.sum(out.astype(jnp.float32))
 
         shapes = [(1, 256 * p, n, 64) for n in (4, 2, 2)]

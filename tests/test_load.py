@@ -1,0 +1,75 @@
+"""Models are run from where they lie, and are the same as after a conversion."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import tiny
+import treering
+from layers.sharding import Plan
+from models.checkpoint import load_model, named_leaves
+from models.convert import convert
+from models.load import open_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Beside each other: a checkpoint, the folder it was made of, and a GGUF file of the same model."""
+    config = tiny.LLAMA | {"vocab_size": 300}
+    tiny.save_byte_level(tiny.write_folder(tmp_path / "hf", config))
+    tiny.write_gguf(tmp_path / "model.gguf", config, metadata=tiny.gguf_tokenizer_metadata("gpt2"))
+    convert(tmp_path / "hf", tmp_path / "checkpoint")
+    return tmp_path
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_parameters_are_those_of_a_conversion_and_lie_as_they_do(
+    folder: Path, mesh: Callable[..., Mesh], dtype: str | None
+) -> None:
+    plan = Plan(mesh(context=4, tensor=2), "decode")
+    right = named_leaves(load_model(folder / "checkpoint", plan, dtype))
+    for name in ("checkpoint", "hf", "model.gguf"):
+        opened = open_model(folder / name)
+        found = named_leaves(opened.load(plan, dtype))
+        assert found.keys() == right.keys()
+        for path, array in found.items():
+            assert array.dtype == right[path].dtype and array.sharding == right[path].sharding, path
+            assert np.array_equal(np.asarray(array), np.asarray(right[path])), path
+        whole = [path for path, array in found.items() if "weight" in path and array.sharding.is_fully_replicated]
+        assert all("norm" in path for path in whole)
+        assert opened.tokenizer().encode("Paris") == tiny.byte_level_tokenizer().encode("Paris").ids
+
+
+def test_generate_takes_what_is_not_converted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for name in ("hf", "model.gguf"):
+        options = ["--prompt", "The capital", "--json", "--max-new-tokens", "4"]
+        assert treering.main(["generate", str(folder / name), *options]) == 0
+        answers.append(json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"])
+    assert answers[0] == answers[1] and len(answers[0]) == 4
+
+
+def test_what_cannot_be_run_says_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(name: str, words: str) -> None:
+        assert treering.main(["generate", str(folder / name), "--prompt", "x"]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert words in said and said.startswith("treering generate: "), said
+
+    (folder / "hf" / "tokenizer.json").rename(folder / "tokenizer.json")
+    refused("hf", "has no tokenizer beside it")
+    (folder / "tokenizer.json").rename(folder / "hf" / "tokenizer.json")
+    file = folder / "hf" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    refused("hf", "is truncated")
+    config = folder / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"colour": "red"}))
+    refused("hf", "is truncated")
+    file.unlink()
+    refused("hf", "holds no weights")
+    (folder / "checkpoint" / "model.json").unlink()
+    refused("checkpoint", "is unfinished")

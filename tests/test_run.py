@@ -1,0 +1,258 @@
+"""Runs: the same whether straight or interrupted, stopped in time, and told in full."""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny_run
+from configs.mesh import MeshConfig
+
+# The mesh of the straight run, and another.
+MESH, OTHER = MeshConfig(fsdp=4, context=2), MeshConfig(data=2, context=2, tensor=2)
+
+
+def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """Everything that a checkpoint holds."""
+    from models.weights import read_array, read_shapes
+
+    place = folder / "checkpoints" / str(step)
+    found = {}
+    for part in (place / "model" / "weights", place / "train" / "state"):
+        found |= {name: read_array(part, name, shape.dtype) for name, shape in read_shapes(part).items()}
+    return found
+
+
+def lines(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl that are a step's, without what a clock says."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("step_seconds", "tokens_per_second", "time")
+    return [{k: v for k, v in record.items() if k not in clocks} for record in found if "loss" in record]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once() -> Iterator[None]:
+    """Runs of this file that would compile the same program share it: compiling is most of their time."""
+    from train import held_out, run
+
+    made: dict[Any, Any] = {}
+
+    def shared(make: Callable[..., Any]) -> Callable[..., Any]:
+        def program(state: Any, *settings: Any, **sizes: Any) -> Any:
+            model = getattr(state, "model", state)
+            key = (make.__name__, model.config, settings, tuple(sizes.items()))
+            if key not in made:
+                made[key] = make(state, *settings, **sizes)
+            return made[key]
+
+        return program
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "step_program", shared(run.step_program))
+        patch.setattr(held_out, "evaluation_program", shared(held_out.evaluation_program))
+        yield
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty steps without a stop."""
+    from train.run import train
+
+    folder = tmp_path_factory.mktemp("straight")
+    outcome = train(tiny_run.tiny_run(folder, mesh=MESH))
+    assert outcome.step == 20
+    return folder
+
+
+def beside(straight: Path, tmp_path: Path, **changes) -> tiny_run.RunConfig:
+    """The same run in a folder of its own, on the same data and cache."""
+    config = tiny_run.tiny_run(straight, mesh=MESH, **changes)
+    return dataclasses.replace(config, folder=str(tmp_path / "run"))
+
+
+def test_a_run_tells_of_each_step_and_of_held_out_loss(straight: Path) -> None:
+    records = lines(straight / "run")
+    assert [record["step"] for record in records] == list(range(1, 21))
+    assert records[0]["learning_rate"] == pytest.approx(3e-3 / 4) and records[-1]["epoch"] >= 2
+    assert all(record["trained_tokens"] > 0 and record["skipped_in_row"] == 0 for record in records)
+    assert records[-1]["loss"] < records[0]["loss"] - 1
+    evaluated = [json.loads(line) for line in (straight / "run/metrics.jsonl").read_text().splitlines()][-1]
+    text = [json.loads(line)["text"] for line in (straight / "test.jsonl").read_text().splitlines()]
+    # One token a byte, one for the end of each text; the first of the tokens begins the text.
+    assert evaluated["held_out_tokens"] == sum(len(row) + 1 for row in text)
+    bits = evaluated["held_out"] * evaluated["held_out_tokens"] / sum(map(len, text)) / np.log(2)
+    assert evaluated["bits_per_byte"] == pytest.approx(bits)
+    counted = [count for _, _, count in evaluated["by_position"]]
+    assert [edge for edge, _, _ in evaluated["by_position"]] == [0] and sum(counted) == evaluated["held_out_tokens"]
+
+
+def test_stopped_at_seven_and_at_an_epochs_end_a_run_ends_bit_equal(straight: Path, tmp_path: Path) -> None:
+    from train.run import train
+
+    epochs = [record["epoch"] for record in lines(straight / "run")]
+    ends = [step for step in range(1, 20) if epochs[step] > epochs[step - 1] and step > 7]
+    assert ends, "the run must reach beyond an epoch's end"
+    for stop in (7, ends[0], None):
+        train(beside(straight, tmp_path, stop_at=stop))
+    assert lines(tmp_path / "run") == lines(straight / "run")
+    expected, found = arrays(straight / "run", 20), arrays(tmp_path / "run", 20)
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not np.array_equal(expected[name], found[name])] == []
+
+
+def test_resumed_on_another_mesh_a_run_ends_within_rounding(straight: Path, tmp_path: Path) -> None:
+    from train.run import train
+
+    train(beside(straight, tmp_path, stop_at=7))
+    train(dataclasses.replace(beside(straight, tmp_path), mesh=OTHER))
+    expected, found = arrays(straight / "run", 20), arrays(tmp_path / "run", 20)
+    for name, there in expected.items():
+        scale = np.linalg.norm(there.astype(np.float64))
+        assert np.linalg.norm(there.astype(np.float64) - found[name]) <= 1e-5 * max(scale, 1e-30), name
+    rates = [record["learning_rate"] for record in lines(straight / "run")]
+    assert [record["learning_rate"] for record in lines(tmp_path / "run")] == rates
+
+
+def test_a_run_that_is_at_its_end_does_nothing_and_says_so(straight: Path, capsys) -> None:
+    from train.run import train
+
+    before = {path: path.stat().st_mtime_ns for path in (straight / "run" / "checkpoints").rglob("*")}
+    outcome = train(tiny_run.tiny_run(straight, mesh=MESH))
+    assert outcome.step == 20 and outcome.metrics is None
+    assert "nothing to do: the run is at step 20 of 20" in capsys.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in (straight / "run" / "checkpoints").rglob("*")} | {
+        path: before[path] for path in before if path.name == "read_back"
+    }
+
+
+def test_generate_reads_a_runs_model(straight: Path, capsys) -> None:
+    from configs.infer import GenerateOptions
+    from infer.generate import generate
+
+    model = str(straight / "run" / "checkpoints" / "20" / "model")
+    result = generate(GenerateOptions(checkpoint=model, prompt="ring ", max_new_tokens=8))
+    assert result["finish_reason"] == "stop" or result["tokens"] and isinstance(result["text"], str)
+
+
+def test_a_run_starts_from_the_weights_of_another_with_a_longer_context(straight: Path, tmp_path: Path, capsys) -> None:
+    from train.run import train
+
+    config = beside(straight, tmp_path, start=str(straight / "run"), steps=4)
+    data = dataclasses.replace(config.data, tokenizer=None, window=128)
+    model = dataclasses.replace(config.model, context_length=128, rope=tiny_run.DefaultRope(theta=40_000.0))
+    outcome = train(dataclasses.replace(config, data=data, model=model))
+    assert f"started from the weights of {straight / 'run'}" in capsys.readouterr().err
+    assert outcome.metrics is not None and outcome.metrics["loss"] < lines(straight / "run")[10]["loss"]
+    from models.record import read_config
+
+    assert read_config(tmp_path / "run/checkpoints/4/model") == model
+
+
+def test_a_run_goes_on_from_another_runs_step_and_place_in_the_data(straight: Path, tmp_path: Path) -> None:
+    from train.run import train
+
+    train(beside(straight, tmp_path, stop_at=7))
+    config = beside(straight, tmp_path, go_on_from=str(tmp_path / "run"))
+    train(dataclasses.replace(config, folder=str(tmp_path / "second")))
+    assert lines(tmp_path / "second") == lines(straight / "run")[7:]
+
+
+def test_sigterm_saves_and_stops_and_the_same_command_goes_on(straight: Path, tmp_path: Path, monkeypatch) -> None:
+    from train import run as module
+
+    class Recorder(module.Recorder):
+        def add(self, step, *rest):
+            super().add(step, *rest)
+            if step == 5 and not asked.is_set():
+                asked.set()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    asked = threading.Event()
+    monkeypatch.setattr(module, "Recorder", Recorder)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(module.Stopped, match="stopped by SIGTERM after step 5, and saved") as stopped:
+        module.train(beside(straight, tmp_path))
+    assert stopped.value.status == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert module.finished_steps(tmp_path / "run" / "checkpoints") == [5]
+    module.train(beside(straight, tmp_path))
+    assert lines(tmp_path / "run") == lines(straight / "run")
+
+
+@pytest.mark.parametrize(("rate", "saved"), [(1e30, [5]), (1e39, [])])
+def test_steps_without_a_finite_loss_stop_the_run(
+    straight: Path, tmp_path: Path, rate: float, saved: list[int]
+) -> None:
+    """The first step throws the weights so far that no loss is finite; three skips end the run. Weights that are still
+    numbers are saved, infinite ones are not. Step 5 was on its way when step 4 was looked at."""
+    from train.run import Stopped, finished_steps, train
+
+    config = beside(straight, tmp_path)
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=rate)
+    watch = dataclasses.replace(config.watch, skips=3)
+    with pytest.raises(Stopped, match="step 4 was the last of 3 in a row without a finite loss") as stopped:
+        train(dataclasses.replace(config, optimizer=optimizer, watch=watch))
+    assert stopped.value.status == 1 and ("not finite, so it is not saved" in str(stopped.value)) == (not saved)
+    records = lines(tmp_path / "run")
+    assert [record["skipped_in_row"] for record in records] == [0, 1, 2, 3]
+    assert None in (records[1]["loss"], records[1]["grad_norm"]), "metrics.jsonl is JSON, which has no infinity"
+    assert finished_steps(tmp_path / "run" / "checkpoints") == saved
+    if saved:
+        assert all(np.isfinite(x).all() for x in arrays(tmp_path / "run", 5).values())
+
+
+def test_the_watchdog_names_the_step_and_ends_the_process(capfd, monkeypatch) -> None:
+    from train import watch
+
+    ended = threading.Event()
+    statuses = []
+    monkeypatch.setattr(watch.os, "_exit", lambda status: (statuses.append(status), ended.set()))
+    dog = watch.Watchdog(10.0, 0.2)
+    for step in range(6):
+        dog.started(step)
+        dog.ended()
+    assert not ended.wait(0.5), "between steps it does not look"
+    dog.started(7)
+    assert ended.wait(5)
+    dog.close()
+    assert statuses[0] == 1 and "step 7 has taken" in capfd.readouterr().err
+
+
+def test_a_killed_run_leaves_a_broken_line_and_the_next_one_mends_it(tmp_path: Path) -> None:
+    from configs.run import WatchConfig
+    from train.metrics import MetricsLog, read_metrics
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    log = MetricsLog(tmp_path, WatchConfig())
+    for step in (2, 3):
+        log.write({"step": step, "loss": float("nan")})
+    log.close()
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path)] == [(1, 2.0), (2, None), (3, None)]
+
+
+def test_the_flops_of_a_token_are_those_of_its_products() -> None:
+    """Counted by XLA for a dense forward of one layer: two operations a weight, and attention to the whole window."""
+    from configs.llama import SMOLLM2_135M
+    from train.metrics import flops_per_token, peak_flops
+
+    short = flops_per_token(SMOLLM2_135M, 1)
+    assert short / 6 == pytest.approx(134_515_008, rel=0.01), "SmolLM2-135M's weights, embeddings tied"
+    assert flops_per_token(SMOLLM2_135M, 8193) - short == pytest.approx(12 * 30 * 576 * 4096)
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_flops("cpu") is None
+
+
+def test_runs_are_plotted(straight: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from train.plot import PlotOptions, plot
+
+    pictures = plot(PlotOptions(runs=(str(straight / "run"),), output=str(tmp_path)))
+    assert [path.name for path in pictures] == ["loss.png", "position.png"]
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in pictures)
+    with pytest.raises(ValueError, match="holds no run"):
+        plot(PlotOptions(runs=(str(tmp_path),)))

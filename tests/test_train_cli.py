@@ -1,0 +1,173 @@
+"""`treering train` as a user meets it: what is wrong is one line, before anything is compiled or written."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import tiny_run
+import treering
+
+
+@pytest.fixture
+def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from train import run
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a step was compiled")
+
+    monkeypatch.setattr(run, "step_program", never)
+
+
+def run_recipe(folder: Path, *options: str, **changes: str) -> int:
+    return treering.main(["train", f"{tiny_run.recipe_file(folder, **changes)}:small", *options])
+
+
+def refused(capsys, folder: Path, *options: str, **changes: str) -> str:
+    """The one line that a command is refused with."""
+    before = sorted(folder.rglob("*"))
+    assert run_recipe(folder, *options, **changes) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("treering train: "), err
+    made = {path for path in folder.rglob("*")} - set(before)
+    assert not [path for path in made if path.is_relative_to(folder / "run")], "something was written"
+    return err
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--learning-rate", "1"], "unknown option --learning-rate: did you mean --optimizer.learning-rate?"),
+        (["--optimizer.learnig-rate", "1"], "did you mean --optimizer.learning-rate?"),
+        (["--warmup_steps", "1"], "did you mean --optimizer.schedule.warmup-steps?"),
+        (["--data.epochs", "3"], "unknown option --data.epochs"),
+        (["--steps", "many"], "--steps"),
+        (["--steps", "0"], "steps is 0: a run has at least 1"),
+        (["--optimizer.kind", "lion"], "'adamw', 'sgd'"),
+        (
+            ["--data.window", "24", "--mesh.context", "8"],
+            "no multiple of 16, which is twice mesh.context 8: the nearest are 16 and 32",
+        ),
+        (["--data.window", "128"], "data.window 128 is beyond model.context_length 64"),
+        (["--data.batch", "12", "--mesh.data", "8"], "batch 12: it must be a multiple of mesh.data 8"),
+        (["--step.accumulation", "3"], "batch 8: it must be a multiple of"),
+        (["--mesh.tensor", "3"], "the mesh tensor 3 takes 3 devices and 8 are here"),
+        (["--model.heads", "6", "--model.kv-heads", "4"], "kv_heads 4 does not divide heads 6"),
+        (["--data.tokenizer", "nowhere"], "data.tokenizer nowhere is no folder"),
+        (["--data.tokenizer", "None"], "data.tokenizer is not set"),
+        (["--model.vocab", "100"], "model.vocab 100: a tokenizer of bytes takes at least 258 tokens"),
+        (["--data.sources.0.column", "words"], "has no column 'words': its columns are text"),
+        (["--data.sources.0.path", "missing.jsonl"], "missing.jsonl does not exist"),
+        (["--optimizer.schedule.warmup-steps", "30"], "warmup_steps 30 in a run of 20 steps"),
+        (["--start", "nowhere"], "nowhere"),
+        (["--start", "a", "--go-on-from", "b"], "start and go_on_from are both given"),
+        (["--watch.wandb", "project"], "watch.wandb needs the package wandb"),
+        (["--evaluate.buckets", "64", "0"], "they start with 0 and rise"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path, capsys, nothing_compiles, options, says) -> None:
+    for name in ("train", "test"):
+        tiny_run.write_texts(tmp_path / f"{name}.jsonl")
+    assert says in refused(capsys, tmp_path, *options)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "says"),
+    [
+        (b"", [], "has no rows"),
+        (b'{"text": ""}\n{"text": null}\n', [], "every row is empty"),
+        (
+            b'{"ids": [1, 300]}\n',
+            ["--data.sources.0.column", "ids"],
+            "token id 300, and the model's vocabulary has 300",
+        ),
+        (b'{"text": "good"}\n{"text": "b\xffd"}\n', [], "line 2 is no valid UTF-8 (byte 12 of the line)"),
+        (b'{"text": "good"}\n{"text": \n', [], "cannot be read"),
+    ],
+)
+def test_wrong_data_is_one_line(tmp_path, capsys, nothing_compiles, content, options, says) -> None:
+    tiny_run.write_texts(tmp_path / "test.jsonl")
+    (tmp_path / "train.jsonl").write_bytes(content)
+    assert says in refused(capsys, tmp_path, *options)
+
+
+def test_weights_and_folders_that_do_not_fit_are_one_line(tmp_path, capsys, nothing_compiles) -> None:
+    from configs.llama import TINY
+    from models.record import Record
+
+    tiny_run.tiny_run(tmp_path)
+    other = tmp_path / "other"
+    (other / "weights").mkdir(parents=True)
+    record = Record(config=TINY, dtype="float32", fingerprint="", source={})
+    (other / "model.json").write_text(record.to_json())
+    said = refused(capsys, tmp_path, "--start", str(other))
+    assert "another architecture than this run's model" in said and "embed 64 instead of 32" in said
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("")
+    assert "exists and holds no run" in refused(capsys, tmp_path)
+    from configs.run import flat
+
+    (tmp_path / "run" / "config.json").write_text(json.dumps(flat(tiny_run.tiny_run(tmp_path))))
+    said = refused(capsys, tmp_path, "--optimizer.learning-rate", "0.5", "--mesh.context", "2")
+    assert "holds a run of another config: optimizer.learning_rate is 0.003 there and 0.5 here. Choose" in said
+    assert "type is OptimizerConfig" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tiny_from_scrach", "unknown recipe 'tiny_from_scrach': the recipes are"),
+        ("nowhere.py:small", "nowhere.py is no file"),
+        ("--steps", "the recipe comes first"),
+    ],
+)
+def test_recipes_that_are_not_there_are_one_line(capsys, name, says) -> None:
+    assert treering.main(["train", name]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_a_users_file_is_told_what_is_wrong_with_it(tmp_path, capsys) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def small():\n    return 5\n\ndef broken(:\n")
+    assert treering.main(["train", f"{path}:small"]) == 2
+    assert "cannot be imported: SyntaxError" in capsys.readouterr().err
+    path.write_text("def small():\n    return 5\n")
+    assert treering.main(["train", f"{path}:other"]) == 2
+    assert "has no recipe 'other': it has small" in capsys.readouterr().err
+    assert treering.main(["train", f"{path}:small"]) == 2
+    assert "returns a int: a recipe returns a configs.run.RunConfig" in capsys.readouterr().err
+
+
+def test_train_alone_lists_the_recipes_with_what_each_says(capsys) -> None:
+    from configs.recipes import RECIPES
+
+    assert treering.main(["train"]) == 0
+    out = capsys.readouterr().out
+    for name, recipe in RECIPES.items():
+        assert re.search(rf"^{name}$", out, re.MULTILINE) and f"treering train {name}" in (recipe.__doc__ or "")
+
+
+def test_every_recipe_can_be_overridden_and_says_its_command() -> None:
+    from configs.cli import overrides_of, parse
+    from configs.recipes import RECIPES
+    from configs.run import RunConfig
+
+    for name, recipe in RECIPES.items():
+        config = recipe()
+        assert parse(RunConfig, [], program=name, default=config) == config
+        changed = parse(RunConfig, ["--steps", "7", "--model.rope.theta", "5e5"], program=name, default=config)
+        assert changed.steps == 7 and changed.model.rope.theta == 5e5
+        assert len(overrides_of(config)) > 50
+
+
+def test_a_run_from_the_command_line_trains_and_resumes(tmp_path, capsys) -> None:
+    assert run_recipe(tmp_path, "--stop-at", "2") == 0
+    assert run_recipe(tmp_path, "--steps", "20", "--stop-at", "3", "--watch.no-bar") == 0
+    err = capsys.readouterr().err
+    assert "packed" in err and "0 dropped" in err and "resumed from" in err and "step compiled in" in err
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]

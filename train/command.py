@@ -1,0 +1,78 @@
+"""`treering train RECIPE [--dotted.override VALUE]`: runs a recipe, or lists those there are."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from configs.cli import parse
+from configs.recipes import RECIPES
+from configs.run import RunConfig
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(listing())
+        return 0
+    name, *overrides = arguments
+    if name.startswith("-"):
+        raise ValueError(f"the recipe comes first: treering train RECIPE {' '.join(arguments)}")
+    config = parse(RunConfig, overrides, program=f"treering train {name}", default=find_recipe(name)())
+    from train.run import Stopped, train
+
+    try:
+        train(config)
+    except Stopped as stopped:
+        print(f"treering train: {stopped}", file=sys.stderr)
+        return stopped.status
+    return 0
+
+
+def listing() -> str:
+    """The recipes, with what each says of itself."""
+    lines = ["usage: treering train RECIPE [--dotted.override VALUE ...]", ""]
+    for name, recipe in RECIPES.items():
+        lines += [name, *(f"    {line.strip()}" for line in (recipe.__doc__ or "").strip().splitlines()), ""]
+    lines += [
+        "A recipe of your own: treering train path/to/recipes.py:NAME, a function that returns a RunConfig.",
+        "`treering train RECIPE --help` lists every option with the recipe's value.",
+    ]
+    return "\n".join(lines)
+
+
+def find_recipe(name: str) -> Callable[[], RunConfig]:
+    """A recipe of ours by its name, or one of the user's as FILE:NAME.
+
+    Raises ValueError where there is none.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    path, colon, function = name.rpartition(":")
+    if not colon:
+        if name.endswith(".py"):
+            raise ValueError(f"{name} names a file and no recipe in it: {name}:NAME")
+        raise ValueError(f"unknown recipe {name!r}: the recipes are {', '.join(RECIPES)}, or path/to/recipes.py:NAME")
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is no file: a recipe of your own is path/to/recipes.py:NAME")
+    spec = importlib.util.spec_from_file_location("_recipes_of_the_user", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for the module they stand in
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # The user's own code.
+        raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ValueError(f"{path} has no recipe {function!r}: it has {', '.join(names) or 'none'}")
+
+    def checked() -> RunConfig:
+        config = found()
+        if not isinstance(config, RunConfig):
+            raise ValueError(f"{name} returns a {type(config).__name__}: a recipe returns a configs.run.RunConfig")
+        return config
+
+    return checked

@@ -1,0 +1,141 @@
+"""The numbers of a run: what each step tells of itself, and metrics.jsonl, where it is written."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from configs.model import ModelConfig
+from configs.run import RunConfig, WatchConfig
+
+FILE = "metrics.jsonl"
+
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+"""Dense bfloat16 operations a second of one chip, as vendors state them, by a part of JAX's name for it."""
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """The chip's peak; None where it is not known."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
+
+
+def flops_per_token(config: ModelConfig, window: int) -> float:
+    """Operations that a token of a full window costs, forward and backward, nothing computed twice.
+
+    Six for each weight that multiplies (arXiv 2001.08361, section 2.1), and for attention twelve for each number of a
+    head and each of the window / 2 tokens that a token attends to on average.
+    """
+    attention = config.embed * config.head_dim * 2 * (config.heads + config.kv_heads)
+    weights = config.layers * (attention + 3 * config.embed * config.mlp) + config.vocab * config.embed
+    return 6.0 * weights + 12.0 * config.layers * config.heads * config.head_dim * window / 2
+
+
+class MetricsLog:
+    """metrics.jsonl: one object a line, flushed at once. Where a step stands twice, the later line holds."""
+
+    def __init__(self, folder: Path, watch: WatchConfig):
+        path = folder / FILE
+        whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
+        self._file = open(path, "a")
+        if not whole:  # The run was killed within a line.
+            self._file.write("\n")
+        self._others: list[Any] = []
+        if watch.tensorboard:
+            self._others.append(_tensorboard(folder))
+        if watch.wandb is not None:
+            self._others.append(_wandb(folder, watch.wandb))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends a record, which has the key "step"; a number that is not finite becomes null."""
+        record = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        numbers = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
+        for send in self._others:
+            send(numbers, record["step"])
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run by kind and step, each the last that was written; a broken last line is left out."""
+    records: dict[tuple[bool, int], dict[str, Any]] = {}
+    with open(folder / FILE) as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            records["held_out" in record, record["step"]] = record
+    return [records[key] for key in sorted(records)]
+
+
+def check_extras(watch: WatchConfig) -> None:
+    """Raises ValueError where a package that the options ask for is not installed."""
+    import importlib.util
+
+    for wanted, package in ((watch.tensorboard, "tensorboardX"), (watch.wandb is not None, "wandb")):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ValueError(f"watch.{package.lower().rstrip('x')} needs the package {package}: pip install {package}")
+
+
+def _tensorboard(folder: Path) -> Any:
+    from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+
+    writer = SummaryWriter(str(folder / "tensorboard"))
+    return lambda numbers, step: [writer.add_scalar(key, value, step) for key, value in numbers.items()]
+
+
+def _wandb(folder: Path, project: str) -> Any:
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    run = wandb.init(project=project, dir=str(folder), id=folder.name, resume="allow")
+    return lambda numbers, step: run.log(numbers, step=step)
+
+
+class Meter:
+    """The numbers of a step, with the time it took."""
+
+    def __init__(self, config: RunConfig, device_kind: str, devices: int):
+        self._tokens = config.data.batch * config.data.window
+        self._flops = flops_per_token(config.model, config.data.window)
+        peak = peak_flops(device_kind)
+        self._peak = None if peak is None else peak * devices
+        self._since = time.perf_counter()
+
+    def restart(self) -> None:
+        """Time counts from here: what was done meanwhile was no step."""
+        self._since = time.perf_counter()
+
+    def record(self, step: int, metrics: Any, epoch: int) -> dict[str, Any]:
+        """One line of metrics.jsonl, from a step's `Metrics` on the host. Rates count all tokens, padding included."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        rate = self._tokens / seconds
+        mfu = {} if self._peak is None else {"mfu": rate * self._flops / self._peak}
+        return {
+            "step": step,
+            "epoch": epoch,
+            "loss": float(metrics.loss),
+            "grad_norm": float(metrics.grad_norm),
+            "learning_rate": float(metrics.learning_rate),
+            "trained_tokens": int(metrics.tokens),
+            "skipped_in_row": int(metrics.skipped_in_row),
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            **mfu,
+            "time": time.time(),
+        }

@@ -1,0 +1,44 @@
+"""A small data set in every Python: the text of the language's own documentation, `pydoc_data.topics`.
+
+About 380 kB of English prose and code. Some topics repeat paragraphs of larger ones; each paragraph is kept once, in
+the largest topic that has it, so that nothing held out is also trained on. Topics are cut at paragraphs into blocks of
+about 8 kB; each tenth block is a document of the split `test`, the runs between them are those of `train`. The text,
+and so every number measured on it, differs a little between versions of Python.
+"""
+
+from typing import Literal
+
+BLOCK_BYTES = 8192
+SHORTEST = 200
+"""Bytes that are left of a topic below which it is no document."""
+
+
+def topics() -> list[list[str]]:
+    """The topics, largest first, each as its paragraphs, without those that stood in one before."""
+    from pydoc_data.topics import topics as texts
+
+    seen: set[str] = set()
+    kept = []
+    for _, text in sorted(texts.items(), key=lambda item: (-len(item[1]), item[0])):
+        paragraphs = [paragraph for paragraph in text.strip().split("\n\n") if paragraph.strip() not in seen]
+        seen |= {paragraph.strip() for paragraph in paragraphs if len(paragraph) >= 40}
+        if len("\n\n".join(paragraphs).encode()) >= SHORTEST:
+            kept.append(paragraphs)
+    return kept
+
+
+def python_docs(split: Literal["train", "test"]) -> list[str]:
+    """The documents of a split."""
+    documents: dict[str, list[str]] = {"train": [], "test": []}
+    offset = 0
+    for paragraphs in topics():
+        runs: list[tuple[str, list[str]]] = []
+        for paragraph in paragraphs:
+            home = "test" if offset // BLOCK_BYTES % 10 == 0 else "train"
+            if not runs or runs[-1][0] != home:
+                runs.append((home, []))
+            runs[-1][1].append(paragraph)
+            offset += len(paragraph.encode()) + 2
+        for home, run in runs:
+            documents[home].append("\n\n".join(run))
+    return documents[split]
