@@ -8,8 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from layers.dense import dense_attention
-from layers.ring import ring_attention
+from layers import dense_attention, ring_attention
 
 
 def block(weights, x, attend):

@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from layers.mask import BlockClass, Bounds, Mask, classify, visible
@@ -22,7 +24,7 @@ CLASSES = {BlockClass.EMPTY: "#ffffff", BlockClass.FULL: "#66a5ad", BlockClass.M
 P = len(RANKS)
 
 
-def save(figure: plt.Figure, name: str) -> None:
+def save(figure: Figure, name: str) -> None:
     """As SVG whose text is text and whose bytes are the same each time."""
     figure.savefig(FOLDER / f"{name}.svg", bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
@@ -60,7 +62,7 @@ def tiles() -> None:
 
 
 def orders() -> None:
-    """Seen pairs of a causal mask in token order, coloured by the rank that computes them; each rank's number of pairs."""
+    """Seen pairs of a causal mask in token order, coloured by the rank that computes them, and how many each has."""
     length = 32
     figure, axes = plt.subplots(1, 3, figsize=(9, 3.4))
     for axis, order in zip(axes, ORDERS, strict=True):
@@ -70,7 +72,7 @@ def orders() -> None:
         seen = np.asarray(visible(Mask(), jnp.arange(length), jnp.arange(length)))
         image = np.ones((length, length, 3))
         for rank, colour in enumerate(RANKS):
-            image[seen & (owner == rank)[:, None]] = matplotlib.colors.to_rgb(colour)
+            image[seen & (owner == rank)[:, None]] = to_rgb(colour)
         axis.imshow(image, interpolation="nearest")
         counts = [int(seen[owner == rank].sum()) for rank in range(P)]
         axis.set(title=order, xticks=[], yticks=[], xlabel="pairs a rank: " + ", ".join(map(str, counts)))

@@ -22,7 +22,10 @@ Kind = Literal["greedy", "temperature", "full"]
 
 
 # On the devices, or on their way there.
-AnyArray = jax.Array if TYPE_CHECKING else jax.Array | np.ndarray
+if TYPE_CHECKING:
+    AnyArray = Array
+else:
+    AnyArray = jax.Array | np.ndarray
 
 
 class SamplingRows(eqx.Module):

@@ -90,7 +90,8 @@ def gather_local(
         raise ValueError(f"seq {q.shape[1]} of q and {k.shape[1]} of k: queries and keys are the same tokens here")
     tokens = Tokens.of_device(
         axis,
-        q.shape[:2],
+        batch=q.shape[0],
+        share=q.shape[1],
         order=order,
         length=length,
         positions=positions,

@@ -79,7 +79,7 @@ def island(
 
 
 def _placed(tree: T, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> T:
-    """Puts arrays where they are needed, on a mesh whose Explicit axes leave that to the caller; else leaves it to XLA."""
+    """Puts arrays where they are needed, where a mesh's Explicit axes leave that to the caller."""
     if AxisType.Explicit not in mesh.axis_types:
         return tree
     return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)

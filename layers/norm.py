@@ -29,7 +29,7 @@ class RMSNorm(eqx.Module):
         """Normalises the last dim."""
         wide = x.astype(statistics_dtype(x.dtype))
         normalised = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        # Two numbers of x's dtype have an exact product in the wide one, which rounds as it would in x's own. But here the
-        # weight may have more digits, and its gradient, a sum over all tokens, has them too.
+        # Two numbers of x's dtype have an exact product in the wide one, which rounds as it would in x's own. But so
+        # the weight may have more digits, and its gradient, a sum over all tokens, has them too.
         weight = jnp.broadcast_to(self.weight.astype(wide.dtype), x.shape)
         return (normalised.astype(x.dtype).astype(wide.dtype) * weight).astype(x.dtype)

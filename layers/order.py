@@ -6,7 +6,7 @@ every rank the same. `striped` deals tokens in turn, token t to rank t mod p (ar
 length, and a sequence can grow without moving a token.
 """
 
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -99,5 +99,5 @@ def _reversed(x: AnyArray, dim: int) -> AnyArray:
 
 
 def _stack(first: AnyArray, second: AnyArray, dim: int) -> AnyArray:
-    stack = np.stack if isinstance(first, np.ndarray) else jnp.stack
-    return stack([first, second], dim)
+    xp = np if isinstance(first, np.ndarray) else jnp
+    return cast(AnyArray, xp.stack([first, second], dim))

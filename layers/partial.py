@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
-def statistics_dtype(dtype: jnp.dtype) -> jnp.dtype:
+def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype of softmax statistics for data of `dtype`: float32, or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -32,7 +33,7 @@ class Partial(eqx.Module):
     """Natural log of the sum of exponentiated scores, float32 or wider."""
 
     @staticmethod
-    def empty(rows: Sequence[int], head_dim: int, dtype: jnp.dtype = jnp.float32) -> "Partial":
+    def empty(rows: Sequence[int], head_dim: int, dtype: DTypeLike = jnp.float32) -> "Partial":
         """No key seen yet, for `rows` rows: the identity of `merge`."""
         return Partial(jnp.zeros((*rows, head_dim), dtype), jnp.full(tuple(rows), -jnp.inf, statistics_dtype(dtype)))
 

@@ -9,6 +9,7 @@ from layers.blockwise import check_token_data
 from layers.kernels import Pairs
 from layers.mask import BlockClass, Mask
 from layers.order import Order, order_divisor, order_positions, rank_positions
+from layers.varying import vary_over
 
 
 class Tokens(eqx.Module):
@@ -28,8 +29,9 @@ class Tokens(eqx.Module):
     @staticmethod
     def of_device(
         axis: str,
-        shape: tuple[int, int],
         *,
+        batch: int,
+        share: int,
         order: Order,
         length: int | None,
         positions: Array | None,
@@ -37,11 +39,10 @@ class Tokens(eqx.Module):
         segments: Array | None,
         kv_segments: Array | None,
     ) -> "Tokens":
-        """Inside `shard_map`, from a device's (batch, share). What is given of a device alone is gathered here.
+        """Inside `shard_map`, for a device's `[batch share]` tokens. What is given of a device alone is gathered here.
 
         Raises ValueError where shapes do not fit, or the share of a rank cannot be in `order`.
         """
-        batch, share = shape
         p = lax.axis_size(axis)
         if order_divisor(order, p) > p and share % 2:
             raise ValueError(f"seq {share} a device in {order} order: it must be even, two chunks of the sequence")
@@ -54,7 +55,7 @@ class Tokens(eqx.Module):
                 return None, None
             check_token_data(name, mine, batch, share)
             if everyone is None:
-                everyone = lax.all_gather(mine, axis, axis=1, tiled=True)
+                everyone = lax.all_gather(vary_over(frozenset({axis}), mine), axis, axis=1, tiled=True)
             check_token_data(f"kv_{name}", everyone, batch, all_ranks)
             return mine, everyone
 
@@ -83,7 +84,7 @@ class Tokens(eqx.Module):
                 kv_positions = rank_positions(self.order, p, source, share)[None]
             if self.length is not None:
                 kv_positions = jnp.where(kv_positions < self.length, kv_positions, -1)
-        elif source is not None:
+        elif source is not None and kv_positions is not None:
             kv_positions = _of_rank(kv_positions, source, share)
         kv_segments = self.kv_segments
         if kv_segments is not None and source is not None:

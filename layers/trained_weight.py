@@ -1,9 +1,9 @@
 """A matrix as a training step multiplies by it.
 
-At rest a matrix is split over devices that also split the batch (arXiv 1910.02054, 2304.11277). `TrainedWeight` makes it
-whole only while a product runs, forward and again backward, so that no activation memory holds whole matrices; and it
-takes the gradient in a dtype of its own, so that devices and accumulation steps add up float32 numbers while the
-product itself runs in bfloat16.
+At rest a matrix is split over devices that also split the batch (arXiv 1910.02054, 2304.11277). `TrainedWeight` makes
+it whole only while a product runs, forward and again backward, so that nothing kept for the backward pass is a whole
+matrix; and it takes the gradient in a dtype of its own, so that devices and accumulation steps add up float32 numbers
+while the product itself runs in bfloat16.
 """
 
 import functools

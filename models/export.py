@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,14 +112,23 @@ def _write_weights(checkpoint: Path, target: Path, record: Record, shard_bytes: 
         total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
         task = progress.add_task("exporting", total=total)
         for name, parameter in parameters.items():
-            array = read_array(checkpoint / WEIGHTS, name, parameter.dtype)
-            hashes[name] = hash_array(array)
-            parts = array if parameter.stacked else array[None]
-            for tensor, part in zip(parameter.tensors, parts, strict=True):
-                writer.write(tensor, part)
-                progress.advance(task, part.nbytes)
+            hashes[name] = _write_parameter(
+                parameter, checkpoint / WEIGHTS, name, writer, lambda count: progress.advance(task, count)
+            )
     if fingerprint(hashes.items()) != record.fingerprint:
         raise ValueError(f"{checkpoint} is damaged: its weights are not those whose fingerprint stands in {RECORD}")
+
+
+def _write_parameter(
+    parameter: "_Parameter", weights: Path, name: str, writer: SafetensorsWriter, advance: Callable[[int], None]
+) -> str:
+    """Writes one parameter's tensors and returns its hash; a function of its own, so that the next one finds room."""
+    array = read_array(weights, name, parameter.dtype)
+    parts = array if parameter.stacked else array[None]
+    for tensor, part in zip(parameter.tensors, parts, strict=True):
+        writer.write(tensor, part)
+        advance(part.nbytes)
+    return hash_array(array)
 
 
 @dataclass(frozen=True)

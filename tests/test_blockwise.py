@@ -16,6 +16,7 @@ from layers.mask import Mask
 from layers.partial import Partial
 
 CASES = [case for case in covering_array() if case.algorithm == "local"]
+LONG = [case for case in covering_array(seed=30, start=()) if case.algorithm == "local"]
 
 
 def limit_tiles(monkeypatch, size: int) -> None:
@@ -25,6 +26,13 @@ def limit_tiles(monkeypatch, size: int) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_dense_attention(case, mesh, x64, monkeypatch):
+    limit_tiles(monkeypatch, case.tile)
+    check(case, mesh)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_equals_dense_attention_in_other_combinations(case, mesh, x64, monkeypatch):
     limit_tiles(monkeypatch, case.tile)
     check(case, mesh)
 

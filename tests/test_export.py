@@ -15,6 +15,7 @@ import tiny
 import treering
 from models.convert import convert
 from models.export import export
+from models.safetensors_writer import SafetensorsWriter
 from models.weights import DTYPES
 
 TIED = tiny.LLAMA | {"tie_word_embeddings": True}
@@ -162,6 +163,24 @@ def test_a_model_without_settings_gets_them(tmp_path: Path) -> None:
     }
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 1
     convert(tmp_path / "back", tmp_path / "again")
+
+
+def test_tensors_of_several_dtypes_start_where_they_may_be_mapped(tmp_path: Path) -> None:
+    """An odd number of 16-bit numbers comes after the 32-bit ones, though its name comes before."""
+    arrays = {
+        "a": np.arange(3, dtype=np.float16),
+        "b": np.arange(5, dtype=np.float32),
+        "c": np.ones((1, 1), np.float16),
+    }
+    writer = SafetensorsWriter(
+        tmp_path, {name: (array.shape, array.dtype) for name, array in arrays.items()}, shard_bytes=10**6
+    )
+    for name in ("c", "a", "b"):
+        writer.write(name, arrays[name])
+    assert_equal(weights_of(tmp_path), arrays)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    assert size % 8 == 0 and json.loads(data[8 : 8 + size])["b"]["data_offsets"] == [0, 20]
 
 
 # ---- what is refused

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from configs.rope import DefaultRope, LinearRope
+from configs.rope import DefaultRope
 from models.convert import convert, open_source, read_source_config
 from models.record import read_record
 
@@ -104,6 +104,7 @@ def test_tensors_of_ones_change_nothing(tmp_path: Path) -> None:
     "divisors,metadata,message",
     [
         (np.array([1, 3, 2, 8], np.float32), {}, "Llama 3.1's rule does not give"),
+        (divisors_of(1e4, 8, 8.0, 8192) * np.array([1, 1.001, 1, 1], np.float32), {}, "rule does not give"),
         (np.array([1, 8], np.float32), {}, r"of shape \(2,\): a head has 4 frequencies"),
         (np.array([1, 1, 8, 8], np.float32), {"llama.rope.scaling.type": "yarn"}, "only one of them"),
         (None, {"llama.rope.scaling.type": "longrope"}, "'longrope': the supported ones are none, linear, yarn"),
@@ -132,11 +133,3 @@ def test_qwen_comes_from_gguf_too(tmp_path: Path, family: str, tie: bool) -> Non
     first, second = read_record(tmp_path / "first"), read_record(tmp_path / "second")
     assert first.config.family == family
     assert (first.config, first.fingerprint) == (second.config, second.fingerprint)
-
-
-def test_mistral_files_call_themselves_llama(tmp_path: Path) -> None:
-    file = tiny.write_gguf(
-        tmp_path / "model.gguf", metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
-    )
-    config = read_source_config(open_source(file))
-    assert config.family == "llama" and config.rope == LinearRope(theta=10000.0, factor=2.0)

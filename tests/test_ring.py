@@ -199,7 +199,7 @@ def test_a_ring_sends_one_less_than_its_devices(p, mesh):
     assert program.received_bytes() == (p - 1) * 2 * b * t * h * d * 4
 
 
-@pytest.mark.parametrize(("p", "documents"), [(2, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("p", "documents"), [(2, False), (4, False), pytest.param(4, True, marks=pytest.mark.long)])
 def test_a_layer_sends_3p_minus_2_and_its_ring_runs_forward_once(p, documents, mesh):
     """Under the policy nothing is sent twice."""
     here = mesh(context=p)
@@ -257,7 +257,7 @@ def test_gather_launches(mesh):
     assert program.received_bytes() == count * message * 3 * 4
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["zigzag", "documents"])
+@pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.long)], ids=["zigzag", "documents"])
 def test_temporary_memory_is_flat_in_the_axis(documents, mesh):
     """At a fixed number of tokens a device, forward and backward."""
     sizes = []

@@ -6,7 +6,8 @@ import pytest
 import tiny
 import training
 from configs.llama import TINY
-from configs.train import OptimizerConfig, ScheduleConfig
+from configs.precision import DType, Precision
+from configs.train import OptimizerConfig, ScheduleConfig, StepConfig
 from models.families.registry import families
 
 torch = pytest.importorskip("torch")
@@ -17,11 +18,11 @@ ADAMW = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, schedule=CONSTANT)
 
 
 def torch_steps(
-    optimizer: OptimizerConfig, steps: list[list]
+    optimizer: OptimizerConfig, steps: list[list], dtype: str
 ) -> tuple[dict[str, np.ndarray], list[float], list[float]]:
     """Parameters, losses and gradient norms of a torch loop that runs each document by itself."""
     torch.set_num_threads(1)
-    model = tiny.torch_model()
+    model = tiny.torch_model().to(getattr(torch, dtype))
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -33,7 +34,7 @@ def torch_steps(
     losses, norms = [], []
     for rows in steps:
         update.zero_grad()
-        total, count = torch.zeros(()), 0
+        total, count = torch.zeros((), dtype=getattr(torch, dtype)), 0
         for tokens, prompt in (document for row in rows for document in row):
             logits = model(input_ids=torch.tensor(tokens)[None]).logits[0, :-1]
             labels = torch.tensor(tokens[1:]).long()
@@ -58,12 +59,12 @@ def renamed(parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=lambda config: config.kind)
-def test_three_steps_equal_torch(mesh, optimizer):
-    """Packed rows here, documents one by one there: the same tokens, with decay of matrices, AdamW clipped."""
+def assert_equal_steps(mesh, optimizer: OptimizerConfig, dtype: DType) -> None:
+    """Packed rows here, documents one by one there: the same tokens."""
     steps = [training.packed_rows(seed) for seed in range(3)]
-    theirs, losses, norms = torch_steps(optimizer, steps)
-    ours = training.run(training.train_plan(mesh()), optimizer=optimizer)
+    theirs, losses, norms = torch_steps(optimizer, steps, dtype)
+    step = StepConfig(precision=Precision(params=dtype, compute=dtype), loss_chunk=24)
+    ours = training.run(training.train_plan(mesh()), optimizer=optimizer, step=step)
     assert np.allclose(ours.losses, losses, rtol=1e-5, atol=0)
     assert np.allclose(ours.norms, norms, rtol=1e-5, atol=0)
     assert min(norms) > (optimizer.clip_norm or 0), "nothing was clipped"
@@ -73,4 +74,13 @@ def test_three_steps_equal_torch(mesh, optimizer):
         error = found[name].reshape(x.shape) - x
         assert np.max(np.abs(error)) <= 1e-5, name
         # A rate of 1e-3 moves parameters by little: the way that they went is the same too.
-        assert np.linalg.norm(error) <= 2e-3 * np.linalg.norm(x - start[name]), name
+        assert np.linalg.norm(error) <= 1e-4 * np.linalg.norm(x - start[name]), name
+
+
+def test_sgd_with_momentum_and_decay_equals_torch(mesh):
+    assert_equal_steps(mesh, SGD, "float32")
+
+
+def test_clipped_adamw_with_decay_of_matrices_equals_torch(mesh, x64):
+    """In float64: Adam divides a gradient by its own size, and float32 has few digits of the smallest ones."""
+    assert_equal_steps(mesh, ADAMW, "float64")

@@ -220,43 +220,46 @@ def command(recipe: Path, *options: str, **settings) -> subprocess.Popen:
     return subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, text=True, **settings)
 
 
+def comes_up(process: subprocess.Popen) -> int:
+    """The step that a run starts from, once it says so."""
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith("resumed from"):
+            return int(line.rsplit("/", 1)[1])
+        if line.startswith("started from"):
+            return 0
+    pytest.fail(f"the run did not come up: {''.join(said)}")
+
+
 @pytest.mark.long
 def test_killed_twenty_times_while_saving_a_run_always_goes_on_from_a_whole_checkpoint(tmp_path) -> None:
-    """The process is killed at a random moment of a save; the next one must come up from the newest whole step."""
-    recipe = tiny_run.recipe_file(
-        tmp_path, steps="100000", checkpoint="CheckpointConfig(every=1, keep=3)", evaluate="EvaluateConfig(every=10**6)"
-    )
+    """Each time the process is killed at a random moment of a save; the next must come up from the newest whole step."""
+    recipe = tiny_run.recipe_file(tmp_path, steps="100000", checkpoint="CheckpointConfig(every=1, keep=3)")
     folder = tmp_path / "run" / "checkpoints"
     rng = random.Random(0)
-    newest_before = 0
-    unfinished = 0
-    for kill in range(20):
+    read_back = within = 0
+    for kill in range(21):
         process = command(recipe)
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith(("resumed from", "started from")):
+        try:
+            start = comes_up(process)
+            assert start >= read_back, f"kill {kill} lost the checkpoint of step {read_back}"
+            if kill == 20:
                 break
-        else:
-            pytest.fail(f"after kill {kill} the run did not come up")
-        if kill:
-            resumed = int(line.rsplit("/", 1)[1])
-            assert resumed >= newest_before, "a whole checkpoint was lost"
-        first = resumed if kill else 0
-        while not any(int(p.name) > first + 1 for p in folder.glob("*") if p.name.isdigit()):
-            assert process.poll() is None
-            time.sleep(0.01)
-        # Two saves are through: wait for the next to begin, then strike somewhere within it.
-        while not list(folder.glob("*tmp*")):
-            assert process.poll() is None
-        time.sleep(rng.uniform(0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        unfinished += bool(list(folder.glob("*tmp*")))
-        newest_before = max(int(p.name) for p in folder.glob("*") if p.name.isdigit() and (p / "read_back").exists())
-    assert unfinished >= 5, f"only {unfinished} of 20 kills came within a save"
-    process = command(recipe, "--stop-at", "100000", "--steps", "100000")
-    process.kill()
-    process.wait()
+            while not any(path.name.isdigit() and int(path.name) > start + 1 for path in folder.iterdir()):
+                assert process.poll() is None
+                time.sleep(0.01)
+            # Two saves are through. Wait for the next one to begin, and strike somewhere within it.
+            while not list(folder.glob("*tmp*")):
+                assert process.poll() is None
+            time.sleep(rng.uniform(0, 0.15))
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        within += bool(list(folder.glob("*tmp*")))
+        read_back = max(int(path.parent.name) for path in folder.glob("*/read_back"))
+    assert within >= 5, f"only {within} of 20 kills came within a save"
 
 
 @pytest.mark.long

@@ -119,7 +119,8 @@ def run(
 ) -> Run:
     """Trains on `data` (default: three packed batches), a step each, from the same weights on every mesh."""
     data = batches() if data is None else data
-    state = init_state(make_model(config, plan), optimizer, plan)
+    params = step.precision.params
+    state = init_state(make_model(config, plan, params), optimizer, plan, params=params)
     seq = data[0].tokens.shape[1]
     batch = rows or data[0].tokens.shape[0]
     program = step_program(state, step, optimizer, plan, steps=len(data), batch=batch, seq=seq)
