@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -55,15 +56,17 @@ class Rows(eqx.Module):
         """
         if len(end_ids) > MAX_ENDS:
             raise ValueError(f"{len(end_ids)} end tokens: a row takes up to {MAX_ENDS}")
-        bias = np.zeros((1, vocab), np.float32)
+        bias: Any = np.zeros((1, vocab), np.float32)
         for token, value in sampling.logit_bias:
             if not 0 <= token < vocab:
                 raise ValueError(f"logit_bias of token {token}: it is outside the vocabulary of {vocab}")
             bias[0, token] = value
-        prompted = np.zeros((1, vocab), bool)
+        prompted: Any = np.zeros((1, vocab), bool)
         prompted[0, list(prompt)] = True
+        counts: Any = np.zeros((1, vocab), np.int32)
+        ends: Any = np.array([(sorted(end_ids) + [-1] * MAX_ENDS)[:MAX_ENDS]], np.int32)
 
-        def one(value: float | int | bool, dtype: type = np.float32) -> np.ndarray:
+        def one(value: float | int | bool, dtype: type = np.float32) -> Any:
             return np.array([value], dtype)
 
         return Rows(
@@ -71,7 +74,7 @@ class Rows(eqx.Module):
             live=one(False, np.bool_),
             drawn=one(0, np.int32),
             budget=one(budget, np.int32),
-            ends=np.array([(sorted(end_ids) + [-1] * MAX_ENDS)[:MAX_ENDS]], np.int32),
+            ends=ends,
             sampling=SamplingRows(
                 seed=one(sampling.seed, np.uint32),
                 temperature=one(sampling.temperature),
@@ -83,7 +86,7 @@ class Rows(eqx.Module):
                 frequency_penalty=one(sampling.frequency_penalty),
                 bias=bias,
                 prompted=prompted,
-                counts=np.zeros((1, vocab), np.int32),
+                counts=counts,
             ),
         )
 
