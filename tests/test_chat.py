@@ -77,6 +77,7 @@ def test_turns_read_only_what_is_new_and_answer_as_if_read_whole(engine, checkpo
     assert talk.messages == [] and talk.scheduler.pages.free(0) == engine.group_pages
 
 
+@pytest.mark.smoke
 def test_an_answer_broken_off_leaves_a_conversation_that_goes_on(engine, checkpoint):
     talk = conversation(engine, checkpoint, max_new_tokens=30)
     reply = talk.reply("The year is")

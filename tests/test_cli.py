@@ -106,6 +106,7 @@ def test_broken_weights_and_configs_are_refused_and_leave_nothing(checkpoint, tm
     assert "attention_sinks" in broken("unknown", edit(attention_sinks=4))
 
 
+@pytest.mark.smoke
 def test_stdin_max_tokens_and_json(checkpoint, capsys, monkeypatch):
     import io
     import json

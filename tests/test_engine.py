@@ -116,6 +116,7 @@ def collect(engine, prompts, **options):
     return [[event.token for event in events if event.token is not None] for events in made]
 
 
+@pytest.mark.smoke
 def test_a_request_after_others_equals_a_fresh_one(folder, mesh):
     engine = make_engine(folder, mesh, {"context": 4}, batch=1, capacity=64)
     first, second = token_rows(2, 30, seed=2)

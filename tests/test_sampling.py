@@ -125,6 +125,7 @@ def test_penalties():
     np.testing.assert_allclose(lowered[:, [0, 3, 5, 9]], [[-7, 0, 0.75, 1.25]] * 2, atol=1e-5)
 
 
+@pytest.mark.smoke
 def test_temperature_zero_and_tiny_are_the_argmax(mesh):
     from infer.sampling import draw
 

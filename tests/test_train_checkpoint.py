@@ -235,7 +235,7 @@ def comes_up(process: subprocess.Popen) -> int:
 
 @pytest.mark.long
 def test_killed_twenty_times_while_saving_a_run_always_goes_on_from_a_whole_checkpoint(tmp_path) -> None:
-    """Each time the process is killed at a random moment of a save; the next must come up from the newest whole step."""
+    """Each time the process is killed at a random moment of a save; the next comes up from the newest whole step."""
     recipe = tiny_run.recipe_file(tmp_path, steps="100000", checkpoint="CheckpointConfig(every=1, keep=3)")
     folder = tmp_path / "run" / "checkpoints"
     rng = random.Random(0)
