@@ -54,6 +54,27 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several processes that run as one, each started with the same command: what `jax.distributed.initialize` takes.
+
+    Under Slurm, MPI, Kubernetes and on TPUs `enabled` is enough: JAX finds the rest by the environment.
+    """
+
+    enabled: bool = False
+    """This is one of several processes."""
+    coordinator: str | None = None
+    """Address and port of the first process."""
+    processes: int | None = None
+    """How many there are."""
+    process: int | None = None
+    """Which one this is, from 0."""
+
+    def __post_init__(self):
+        if not self.enabled and (self.coordinator, self.processes, self.process) != (None, None, None):
+            raise ValueError("distributed.coordinator, processes and process need distributed.enabled")
+
+
+@dataclass(frozen=True, kw_only=True)
 class WatchConfig:
     """What a run tells of itself, and when it gives up."""
 
@@ -111,9 +132,7 @@ class RunConfig:
     """Devices left over go to fsdp."""
     cpu_devices: int | None = None
     """Simulate this many CPU devices."""
-    distributed: bool = False
-    """This is one of several processes, each started with the same command: `jax.distributed.initialize` finds the
-    others by their environment."""
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     stop_at: int | None = None
     """Save and stop after this step, as on SIGTERM; the same command without it goes on to the end."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -163,7 +163,7 @@ def test_a_cache_that_was_not_finished_is_written_again(tmp_path, tokenizer, mon
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, "cannot be read"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff\xfe"}\n', {}, "line 2 is no valid UTF-8 (byte 11 of the line)"),
         ("a.txt", b"fine\nnot \xff fine\n", {}, "line 2 is no valid UTF-8 (byte 5 of the line)"),
-        ("a.txt.gz", gzip.compress(b"\xff"), {}, "line 1 is no valid UTF-8"),
+        ("a.txt.gz", gzip.compress(b"\xff", mtime=0), {}, "line 1 is no valid UTF-8"),
         ("a.jsonl", b'{"ids": [3, 300]}\n', {"column": "ids"}, "token id 300, and the model's vocabulary has 300"),
         ("a.jsonl", b'{"ids": [3, -1]}\n', {"column": "ids"}, "token id -1"),
         ("a.jsonl", b'{"text": 5}\n', {}, "neither text nor ids"),

@@ -58,8 +58,10 @@ def train(config: RunConfig) -> Outcome:
     # Devices, and all that can be wrong.
     if config.cpu_devices is not None:
         simulate_cpu_devices(config.cpu_devices)
-    if config.distributed:
-        jax.distributed.initialize()
+    if config.distributed.enabled:
+        jax.distributed.initialize(
+            config.distributed.coordinator, config.distributed.processes, config.distributed.process
+        )
     first_process = jax.process_index() == 0
     plan = plan_for(config.mesh, "train", fill="fsdp")
     check_run(config, plan)
