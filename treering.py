@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     A user's mistake (ValueError, or a path that cannot be read or written) is one plain line on standard error and
     status 2. TREERING_TRACEBACK=1 shows where it was raised.
     """
+    # Without PyTorch transformers prints a line about it, unless this is set before it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())

@@ -22,7 +22,6 @@ def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384):
     return engine, hlo.read(engine.decode_program().compiled, loops=1)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("unrolled", [False, True], ids=["stacked", "unrolled"])
 @pytest.mark.parametrize("sizes", [{"context": 8}, {"context": 4, "tensor": 2}], ids=["context8", "context4-tensor2"])
 def test_one_all_to_all_and_two_all_reduces_a_layer(mesh, sizes, unrolled):
