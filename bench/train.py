@@ -93,7 +93,7 @@ def main() -> None:
     import torch
     import transformers
 
-    from configs.recipes import TINY_MODEL as model
+    from configs.recipes import TINY_TEXT_MODEL as model
 
     torch.set_num_threads(THREADS)
     lines = [

@@ -11,7 +11,7 @@ class Source:
     path: str
     """A file or a pattern of files (.jsonl, .json, .parquet, .txt; also as .gz, .bz2, .xz, .zst), a folder that
     `datasets` saved, the name of a data set on the Hugging Face hub, or python-docs: the text of Python's own
-    documentation that comes with every Python (splits: train, test)."""
+    documentation that comes with every Python (splits: train, test, test-joined)."""
     column: str = "text"
     """The column to train on: text, or lists of token ids."""
     subset: str | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from configs.data import DataConfig, Source
 from configs.llama import LlamaConfig
+from configs.long_recipes import llama_3_1_8b_128k, llama_3_1_8b_256k, llama_3_1_8b_512k, llama_3_1_70b_128k
 from configs.precision import Precision
 from configs.rope import DefaultRope
 from configs.run import CheckpointConfig, EvaluateConfig, RunConfig
@@ -87,6 +88,14 @@ def tiny_longer() -> RunConfig:
 
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
-    recipe.__name__: recipe for recipe in (tiny_from_scratch, tiny_longer)
+    recipe.__name__: recipe
+    for recipe in (
+        tiny_from_scratch,
+        tiny_longer,
+        llama_3_1_8b_128k,
+        llama_3_1_8b_256k,
+        llama_3_1_8b_512k,
+        llama_3_1_70b_128k,
+    )
 }
 """The recipes that `treering train` knows by name."""

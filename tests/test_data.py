@@ -204,7 +204,7 @@ def test_a_path_that_is_no_data_is_told(tmp_path, tokenizer, path, says) -> None
 def test_a_missing_split_is_told_with_those_there_are(tmp_path, tokenizer) -> None:
     with pytest.raises(ValueError, match="no split 'test': its splits are train"):
         store_of(tmp_path, tokenizer, local(tmp_path, "saved"), split="test")
-    with pytest.raises(ValueError, match="its splits are train and test"):
+    with pytest.raises(ValueError, match="its splits are train, test"):
         store_of(tmp_path, tokenizer, "python-docs", split="validation")
 
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def packed(documents: list[np.ndarray], window: int, stride: int | None = None):
+def packed(documents: list[np.ndarray], window: int, random: np.random.Generator | None = None):
     from train.packing import Document, fill_row, pack_documents
 
-    rows, report = pack_documents([len(document) for document in documents], window, stride)
+    rows, report = pack_documents([len(document) for document in documents], window, random=random)
     filled = [fill_row(pieces, lambda i: Document(documents[i]), window) for pieces in rows]
     return rows, filled, report
 
@@ -20,12 +20,13 @@ def numbered(lengths: list[int]) -> list[np.ndarray]:
 
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
+SEEDS = st.sampled_from([None, 0, 1]).map(lambda seed: None if seed is None else np.random.default_rng(seed))
 
 
 @pytest.mark.smoke
-@given(LENGTHS, st.sampled_from([1, 2, 8, 16]))
-def test_every_token_is_out_once_or_dropped_and_rows_hold_together(lengths: list[int], window: int) -> None:
-    rows, filled, report = packed(numbered(lengths), window)
+@given(LENGTHS, st.sampled_from([2, 8, 16]), SEEDS)
+def test_every_token_is_out_once_or_dropped_and_rows_hold_together(lengths, window, random) -> None:
+    rows, filled, report = packed(numbered(lengths), window, random)
     out = np.concatenate([row["tokens"][row["segments"] > 0] for row in filled]) if filled else np.zeros(0)
     assert len(set(out)) == len(out) == report.tokens_out
     assert report.tokens_in == sum(lengths) == report.tokens_out + report.dropped
@@ -42,9 +43,9 @@ def test_every_token_is_out_once_or_dropped_and_rows_hold_together(lengths: list
             assert (np.diff(row["tokens"][here]) == 1).all()
 
 
-@given(LENGTHS, st.sampled_from([1, 2, 8, 16]))
-def test_each_document_trains_one_target_less_than_its_tokens_and_none_of_another(lengths, window) -> None:
-    _, filled, _ = packed(numbered(lengths), window)
+@given(LENGTHS, st.sampled_from([2, 8, 16]), SEEDS)
+def test_each_document_trains_one_target_less_than_its_tokens_and_none_of_another(lengths, window, random) -> None:
+    _, filled, _ = packed(numbered(lengths), window, random)
     trained = 0
     for row in filled:
         has = row["targets"] >= 0
@@ -60,6 +61,19 @@ def test_a_long_document_is_cut_into_whole_windows_and_its_rest() -> None:
     assert [(p.start, p.stop) for p in cut(0, 16, 8)] == [(0, 8), (8, 16)]
     assert [(p.start, p.stop) for p in cut(0, 8, 8)] == [(0, 8)]
     assert cut(0, 0, 8) == []
+    assert [(p.start, p.stop) for p in cut(0, 20, 8, first=3)] == [(0, 3), (3, 11), (11, 19), (19, 20)]
+
+
+def test_each_epoch_cuts_long_documents_elsewhere_and_short_ones_never() -> None:
+    from train.packing import pack_documents
+
+    starts = set()
+    for seed in range(20):
+        rows, _ = pack_documents([100, 8], 16, random=np.random.default_rng(seed))
+        pieces = [piece for row in rows for piece in row]
+        starts |= {piece.start for piece in pieces if piece.document == 0}
+        assert sum(piece.document == 1 for piece in pieces) == 1
+    assert len(starts) > 50
 
 
 def test_a_stride_gives_overlapping_full_windows_up_to_the_end() -> None:

@@ -4,7 +4,11 @@ import dataclasses
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,3 +260,52 @@ def test_runs_are_plotted(straight: Path, tmp_path: Path) -> None:
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in pictures)
     with pytest.raises(ValueError, match="holds no run"):
         plot(PlotOptions(runs=(str(tmp_path),)))
+
+
+@pytest.mark.long
+def test_two_processes_train_resume_and_stop_as_one(tmp_path: Path) -> None:
+    """Two processes of four devices: the losses of one process, another mesh half way, and one SIGTERM for both."""
+    recipe = tiny_run.recipe_file(tmp_path, steps="100000")
+
+    def start(folder: str, *options: str) -> list[subprocess.Popen]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        program = [sys.executable, "-m", "treering", "train", f"{recipe}:small", "--folder", str(tmp_path / folder)]
+        each = ["--distributed.enabled", "--distributed.coordinator", coordinator, "--distributed.processes", "2"]
+        return [
+            subprocess.Popen(
+                [*program, *options, *each, "--cpu-devices", "4", "--distributed.process", str(number)],
+                cwd=Path(__file__).parents[1],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(2)
+        ]
+
+    def end(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
+        try:
+            said = [process.communicate(timeout=400)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+    for stop, mesh in (("4", ["--mesh.context", "8"]), ("8", ["--mesh.data", "2", "--mesh.context", "4"])):
+        for status, said in end(start("two", *mesh, "--stop-at", stop)):
+            assert status == 0, said
+    from train.run import finished_steps, train
+
+    one = dataclasses.replace(tiny_run.tiny_run(tmp_path, steps=100_000, stop_at=8), folder=str(tmp_path / "one"))
+    train(one)
+    expected, found = ([record["loss"] for record in lines(tmp_path / name)] for name in ("one", "two"))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+    processes = start("two", "--mesh.context", "8")
+    while len(lines(tmp_path / "two")) < 12:
+        assert [process.poll() for process in processes] == [None, None]
+        time.sleep(0.1)
+    processes[1].send_signal(signal.SIGTERM)
+    ended = end(processes)
+    assert [status for status, _ in ended] == [143, 143], ended
+    assert finished_steps(tmp_path / "two" / "checkpoints")[-1] == lines(tmp_path / "two")[-1]["step"]

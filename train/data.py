@@ -133,15 +133,20 @@ class Rows:
         self._number, self._at, self._row = position["number"], position["block"], position["row"]
         self._rows: list[list[Piece]] | None = None
 
-    def peek(self, at: Position) -> tuple[Report, Position]:
-        """What becomes of the block that begins at `at`, and where the next begins; the rows stay where they are."""
+    def peek(self, number: int, at: Position) -> tuple[Report, Position]:
+        """What becomes of block `number`, which begins at `at`, and where the next begins; no row is passed over."""
         lengths, _, following = self.blocks.read(at)
-        return pack_documents(lengths, self.window)[1], following
+        return pack_documents(lengths, self.window, random=self._random(number))[1], following
+
+    def _random(self, number: int) -> np.random.Generator:
+        """What is drawn for a block: where its long documents are cut, then the order of its rows."""
+        return np.random.default_rng([*self.seed, number])
 
     def _read(self) -> None:
         lengths, self._document, self._following = self.blocks.read(self._at)
-        rows, _ = pack_documents(lengths, self.window)
-        order = np.random.default_rng([*self.seed, self._number]).permutation(len(rows))
+        random = self._random(self._number)
+        rows, _ = pack_documents(lengths, self.window, random=random)
+        order = random.permutation(len(rows))
         self._rows = [rows[i] for i in order]
 
     def next(self) -> Callable[[], Row]:
@@ -223,7 +228,7 @@ def held_out_batches(
     """
     rows: list[Callable[[], Row]] = []
     for store in stores:
-        packed, _ = pack_documents(store.lengths, window, stride)
+        packed, _ = pack_documents(store.lengths, window, stride=stride)
         rows += [lambda pieces=pieces, store=store: fill_row(pieces, store.document, window) for pieces in packed]
     rows = rows[:limit]
     rows += [lambda: empty_row(window)] * (-len(rows) % batch)

@@ -1,10 +1,11 @@
 """Documents to rows of one length: long documents are cut, short ones packed together.
 
-The rules. A document longer than a window is cut into consecutive pieces of one window each, and a last one with what
-remains. A piece counts its positions from 0 and attends to nothing before it. Pieces are packed best fit: longest
-first, each into the row that it fills best. Each token's target is the token that follows it in its *document*, whether
-or not a cut lies between, so a document of n tokens has n - 1 targets however it is cut and packed. A piece without any
-target (a document of one token, or a last piece of one) is dropped.
+The rules. A document longer than a window is cut into consecutive pieces: a first one of random length, drawn anew in
+each epoch, so that a text does not always meet the same cuts; then whole windows; and a last one with what remains. A
+piece counts its positions from 0 and attends to nothing before it. Pieces are packed best fit: longest first, each into
+the row that it fills best. Each token's target is the token that follows it in its *document*, whether or not a cut
+lies between, so a document of n tokens has n - 1 targets however it is cut and packed. A piece without any target (a
+document of one token, or a last piece of one) is dropped.
 """
 
 import bisect
@@ -66,18 +67,20 @@ class Report:
         return asdict(self)
 
 
-def cut(document: int, length: int, window: int, stride: int | None = None) -> list[Piece]:
-    """The pieces of a document, none longer than `window`.
+def cut(document: int, length: int, window: int, *, first: int | None = None, stride: int | None = None) -> list[Piece]:
+    """The pieces of a document, none longer than `window`. The first of a long one has `first` tokens (a window).
 
     With a `stride` below the window, pieces of a long document overlap: they start so many tokens apart, each a full
     window, and the last one ends where the document does. That is for evaluation, where each position in the window
     should meet the same text.
     """
-    if length <= window or stride is None or stride >= window:
-        starts: Iterable[int] = range(0, length, window)
-    else:
+    if length <= window:
+        return [Piece(document, 0, length)] if length else []
+    if stride is not None and stride < window:
         starts = [*range(0, length - window, stride), length - window]
-    return [Piece(document, start, min(start + window, length)) for start in starts]
+        return [Piece(document, start, start + window) for start in starts]
+    ends = [*range(first or window, length, window), length]
+    return [Piece(document, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def pack(pieces: Iterable[Piece], window: int) -> list[list[Piece]]:
@@ -99,13 +102,21 @@ def pack(pieces: Iterable[Piece], window: int) -> list[list[Piece]]:
 
 
 def pack_documents(
-    lengths: Sequence[int] | Int[np.ndarray, "documents"], window: int, stride: int | None = None
+    lengths: Sequence[int] | Int[np.ndarray, "documents"],
+    window: int,
+    *,
+    stride: int | None = None,
+    random: np.random.Generator | None = None,
 ) -> tuple[list[list[Piece]], Report]:
-    """Cuts and packs documents numbered from 0, and says what became of their tokens."""
+    """Cuts and packs documents numbered from 0, and says what became of their tokens.
+
+    `random` draws where long documents are first cut; without it that is after a whole window.
+    """
     pieces: list[Piece] = []
     dropped = 0
     for document, length in enumerate(lengths):
-        for piece in cut(document, int(length), window, stride):
+        first = None if random is None or length <= window else int(random.integers(2, window + 1))
+        for piece in cut(document, int(length), window, first=first, stride=stride):
             if piece.stop == length and len(piece) == 1:
                 dropped += 1
             else:

@@ -200,11 +200,9 @@ def _report(rows: Rows) -> str:
     """Of a whole epoch of stored documents, or of a first block."""
     store = rows.blocks.store if isinstance(rows.blocks, StoredBlocks) else None
     whole = store is not None and len(store) <= REPORTED_DOCUMENTS
-    report, at = Report(), rows.blocks.start()
-    while at["epoch"] == 0:
-        part, at = rows.peek(at)
-        report += part
-        if not whole:
-            break
+    report, number, at = Report(), 0, rows.blocks.start()
+    while at["epoch"] == 0 and (whole or number == 0):
+        part, at = rows.peek(number, at)
+        report, number = report + part, number + 1
     empty = f"; {store.empty:,} rows without text" if store is not None and store.empty else ""
     return f"{'an epoch' if whole else 'the first block'}: {report}{empty}"

@@ -2,11 +2,15 @@
 
 About 380 kB of English prose and code. Some topics repeat paragraphs of larger ones; each paragraph is kept once, in
 the largest topic that has it, so that nothing held out is also trained on. Topics are cut at paragraphs into blocks of
-about 8 kB; each tenth block is a document of the split `test`, the runs between them are those of `train`. The text,
-and so every number measured on it, differs a little between versions of Python.
+about 8 kB; each tenth block is a document of the split `test`, the runs between them are those of `train`. The split
+`test-joined` is the same text as `test` in one long document. The text, and so every number measured on it, differs a
+little between versions of Python.
 """
 
-from typing import Literal
+from typing import Literal, get_args
+
+Split = Literal["train", "test", "test-joined"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 BLOCK_BYTES = 8192
 SHORTEST = 200
@@ -27,8 +31,10 @@ def topics() -> list[list[str]]:
     return kept
 
 
-def python_docs(split: Literal["train", "test"]) -> list[str]:
+def python_docs(split: Split) -> list[str]:
     """The documents of a split."""
+    if split == "test-joined":
+        return ["\n\n".join(python_docs("test"))]
     documents: dict[str, list[str]] = {"train": [], "test": []}
     offset = 0
     for paragraphs in topics():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.data import Source
-from train.python_docs import python_docs
+from train.python_docs import SPLITS, python_docs
 
 PYTHON_DOCS = "python-docs"
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".text": "text"}
@@ -60,8 +60,8 @@ def _open(source: Source, streaming: bool, cache: Path) -> Any:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # What it would log it also raises.
     if source.path == PYTHON_DOCS:
-        if source.split not in ("train", "test"):
-            raise ValueError(f"{source.path} has no split {source.split!r}: its splits are train and test")
+        if source.split not in SPLITS:
+            raise ValueError(f"{source.path} has no split {source.split!r}: its splits are {', '.join(SPLITS)}")
         return _stream(datasets.Dataset.from_dict({"text": python_docs(source.split)}), streaming)
     if os.path.isdir(os.path.expanduser(source.path)):
         return _stream(_saved(source), streaming)
