@@ -46,7 +46,7 @@ def main() -> None:
     """Runs the benchmark."""
     from train.python_docs import python_docs
 
-    train, test = ([text.encode() for text in python_docs(split)] for split in ("train", "test"))
+    train, test = ([text.encode() for text in python_docs(split)["text"]] for split in ("train", "test"))
     size = sum(map(len, test))
     counts = fit(train, max(ORDERS))
     lines = [

@@ -11,9 +11,12 @@ class Source:
     path: str
     """A file or a pattern of files (.jsonl, .json, .parquet, .txt; also as .gz, .bz2, .xz, .zst), a folder that
     `datasets` saved, the name of a data set on the Hugging Face hub, or python-docs: the text of Python's own
-    documentation that comes with every Python (splits: train, test, test-joined)."""
+    documentation that comes with every Python (splits: train, test, test-in-place)."""
     column: str = "text"
     """The column to train on: text, or lists of token ids."""
+    trained: str | None = None
+    """A column of ranges of the text's characters, [[first, end], ...]: only tokens that begin within one are trained
+    on, or count in evaluation. Default: all."""
     subset: str | None = None
     """The configuration of a data set on the hub."""
     split: str = "train"

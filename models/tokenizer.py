@@ -76,6 +76,18 @@ class Tokenizer:
         rows = self._inner(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
         return [list(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids) for ids in rows]
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        """`encode`, and for each token the character that it begins at; -1 for those that stand for no text.
+
+        Raises ValueError for a tokenizer that cannot tell.
+        """
+        if not self._inner.is_fast:
+            raise ValueError("this tokenizer cannot tell where in the text its tokens begin: it has no tokenizer.json")
+        encoded = self._inner(text, return_offsets_mapping=True, return_attention_mask=False, verbose=False)
+        places = [start if end > start else -1 for start, end in encoded["offset_mapping"]]
+        ids = self.encode(text)
+        return ids, places[len(places) - len(ids) :]
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a conversation up to where the assistant speaks, exactly as the chat template gives them.
 

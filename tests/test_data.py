@@ -115,6 +115,41 @@ def test_columns_of_token_ids_are_taken_as_they_are(tmp_path, tokenizer) -> None
     assert store.empty == 1
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_only_the_ranges_of_a_column_are_trained_on(tmp_path, tokenizer, streaming) -> None:
+    from configs.data import Source
+    from train.data import Rows, StoredBlocks, StreamedBlocks, held_out_batches
+    from train.sources import open_source
+
+    rows = [("aaa BCD eee", [[4, 7]]), ("FG hh", [[0, 2]]), ("no", []), ("çéJ", [[2, 3]])]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "answers": within}) + "\n" for text, within in rows))
+    source = Source(path=str(path), trained="answers")
+    store = store_of(tmp_path, tokenizer, str(path), trained="answers")
+    if streaming:
+        stream = open_source(source, streaming=True, cache=tmp_path / "cache")
+        blocks = StreamedBlocks(stream, source, tokenizer, tokens=40, vocab=VOCAB, end=True)
+    else:
+        blocks = StoredBlocks(store, 40, (0,))
+    packed = Rows(blocks, 16, (0,), masked=True)
+    trained = set()
+    while packed.position["block"]["epoch"] == 0:
+        targets = packed.next()()["targets"]
+        trained |= set(tokenizer.decode(targets[targets >= 0].tolist()))
+    assert trained == set("BCDFGJ")
+    assert store.targets == store.text_bytes == 6
+    assert sum((batch.targets >= 0).sum() for batch in held_out_batches([store], 16, 2, range(2))) == 6
+
+
+def test_ranges_that_are_none_are_told(tmp_path, tokenizer) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "short", "answers": [[2, 9]]}\n')
+    with pytest.raises(ValueError, match=r"the range \[2, 9\] for a text of 5 characters"):
+        store_of(tmp_path, tokenizer, str(path), trained="answers")
+    with pytest.raises(ValueError, match="no column 'spans'"):
+        store_of(tmp_path, tokenizer, str(path), trained="spans")
+
+
 def test_tokenised_once_and_again_when_data_or_settings_change(tmp_path, tokenizer, monkeypatch) -> None:
     from train import store as module
 
@@ -139,13 +174,14 @@ def test_tokenised_once_and_again_when_data_or_settings_change(tmp_path, tokeniz
 def test_a_cache_that_was_not_finished_is_written_again(tmp_path, tokenizer, monkeypatch) -> None:
     from train import store as module
 
+    document = module.Document(np.array([1, 2], np.int32))
     (tmp_path / "cache").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(module.json, "dumps", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            module._write(tmp_path / "cache" / "x", "uint16", lambda: iter([([[1, 2]], 0)]))
+            module._write(tmp_path / "cache" / "x", "uint16", lambda: iter([([document], 0)]))
     assert not (tmp_path / "cache" / "x").exists()
-    module._write(tmp_path / "cache" / "x", "uint16", lambda: iter([([[1, 2]], 0)]))
+    module._write(tmp_path / "cache" / "x", "uint16", lambda: iter([([document], 0)]))
     assert (tmp_path / "cache" / "x" / "info.json").is_file()
 
 
@@ -211,7 +247,7 @@ def test_a_missing_split_is_told_with_those_there_are(tmp_path, tokenizer) -> No
 def test_python_docs_are_split_by_paragraph_and_share_none() -> None:
     from train.python_docs import python_docs
 
-    train, test = python_docs("train"), python_docs("test")
+    train, test = python_docs("train")["text"], python_docs("test")["text"]
     sizes = [sum(len(text.encode()) for text in split) for split in (train, test)]
     assert 0.08 < sizes[1] / sum(sizes) < 0.13
     known = {paragraph.strip() for text in train for paragraph in text.split("\n\n")}

@@ -189,7 +189,7 @@ def test_sigterm_saves_and_stops_and_the_same_command_goes_on(straight: Path, tm
     assert lines(tmp_path / "run") == lines(straight / "run")
 
 
-@pytest.mark.parametrize(("rate", "saved"), [(1e30, [5]), (1e39, [])])
+@pytest.mark.parametrize(("rate", "saved"), [(1e30, [5]), pytest.param(1e39, [], marks=pytest.mark.long)])
 def test_steps_without_a_finite_loss_stop_the_run(
     straight: Path, tmp_path: Path, rate: float, saved: list[int]
 ) -> None:

@@ -103,12 +103,18 @@ class StreamedBlocks:
         total = 0
         following = {"epoch": at["epoch"] + 1, "stream": self._fresh}
         while (example := told(self.source, lambda: next(examples, None))) is not None:
-            (ids,) = encode_rows(
-                [example[self.source.column]], self.source, self.tokenizer, vocab=self.vocab, end=self.end
+            ranges = None if self.source.trained is None else [example[self.source.trained]]
+            (document,) = encode_rows(
+                [example[self.source.column]],
+                self.source,
+                self.tokenizer,
+                vocab=self.vocab,
+                end=self.end,
+                ranges=ranges,
             )
-            if ids:
-                documents.append(Document(np.asarray(ids, np.int32)))
-                total += len(ids)
+            if len(document.tokens):
+                documents.append(document)
+                total += len(document.tokens)
             if total >= self.tokens:
                 following = {"epoch": at["epoch"], "stream": copy.deepcopy(self.rows.state_dict())}
                 break
@@ -119,8 +125,10 @@ class StreamedBlocks:
 class Rows:
     """The packed rows of one source without end, from any position."""
 
-    def __init__(self, blocks: Blocks, window: int, seed: tuple[int, ...]):
+    def __init__(self, blocks: Blocks, window: int, seed: tuple[int, ...], *, masked: bool = False):
+        """`masked` says that some documents have tokens that are not trained on."""
         self.blocks, self.window, self.seed = blocks, window, seed
+        self.masked = masked
         self.seek({"number": 0, "block": blocks.start(), "row": 0})
 
     @property
@@ -133,20 +141,18 @@ class Rows:
         self._number, self._at, self._row = position["number"], position["block"], position["row"]
         self._rows: list[list[Piece]] | None = None
 
-    def peek(self, number: int, at: Position) -> tuple[Report, Position]:
-        """What becomes of block `number`, which begins at `at`, and where the next begins; no row is passed over."""
-        lengths, _, following = self.blocks.read(at)
-        return pack_documents(lengths, self.window, random=self._random(number))[1], following
+    def peek(self, at: Position) -> tuple[Report, Position]:
+        """What becomes of the block that begins at `at`, and where the next begins; no row is passed over."""
+        lengths, document, following = self.blocks.read(at)
+        return self._pack(lengths, document)[1], following
 
-    def _random(self, number: int) -> np.random.Generator:
-        """What is drawn for a block: where its long documents are cut, then the order of its rows."""
-        return np.random.default_rng([*self.seed, number])
+    def _pack(self, lengths: list[int], document: Callable[[int], Document]) -> tuple[list[list[Piece]], Report]:
+        return pack_documents(lengths, self.window, document=document if self.masked else None)
 
     def _read(self) -> None:
         lengths, self._document, self._following = self.blocks.read(self._at)
-        random = self._random(self._number)
-        rows, _ = pack_documents(lengths, self.window, random=random)
-        order = random.permutation(len(rows))
+        rows, _ = self._pack(lengths, self._document)
+        order = np.random.default_rng([*self.seed, self._number]).permutation(len(rows))
         self._rows = [rows[i] for i in order]
 
     def next(self) -> Callable[[], Row]:
@@ -228,7 +234,8 @@ def held_out_batches(
     """
     rows: list[Callable[[], Row]] = []
     for store in stores:
-        packed, _ = pack_documents(store.lengths, window, stride=stride)
+        document = None if store.trained is None else store.document
+        packed, _ = pack_documents(store.lengths, window, stride=stride, document=document)
         rows += [lambda pieces=pieces, store=store: fill_row(pieces, store.document, window) for pieces in packed]
     rows = rows[:limit]
     rows += [lambda: empty_row(window)] * (-len(rows) % batch)

@@ -48,7 +48,7 @@ class HeldOut:
         tokens = int(sums.tokens.sum())
         mean = float(sums.loss.sum()) / max(1, tokens)
         text_bytes = sum(store.text_bytes for store in self._stores)
-        targets = sum(int((store.lengths - 1).sum()) for store in self._stores)
+        targets = sum(store.targets for store in self._stores)
         by_position = [
             [edge, float(loss / count) if count else None, int(count)]
             for edge, loss, count in zip(self._edges, sums.loss, sums.tokens, strict=True)

@@ -1,11 +1,10 @@
 """Documents to rows of one length: long documents are cut, short ones packed together.
 
-The rules. A document longer than a window is cut into consecutive pieces: a first one of random length, drawn anew in
-each epoch, so that a text does not always meet the same cuts; then whole windows; and a last one with what remains. A
-piece counts its positions from 0 and attends to nothing before it. Pieces are packed best fit: longest first, each into
-the row that it fills best. Each token's target is the token that follows it in its *document*, whether or not a cut
-lies between, so a document of n tokens has n - 1 targets however it is cut and packed. A piece without any target (a
-document of one token, or a last piece of one) is dropped.
+The rules. A document longer than a window is cut into consecutive pieces of one window each, and a last one with what
+remains. A piece counts its positions from 0 and attends to nothing before it. Pieces are packed best fit: longest
+first, each into the row that it fills best. Each token's target is the token that follows it in its *document*, whether
+or not a cut lies between, so a document of n tokens has n - 1 targets however it is cut and packed. A piece without any
+target (a document of one token, a last piece of one, tokens that are not trained) is dropped.
 """
 
 import bisect
@@ -67,20 +66,15 @@ class Report:
         return asdict(self)
 
 
-def cut(document: int, length: int, window: int, *, first: int | None = None, stride: int | None = None) -> list[Piece]:
-    """The pieces of a document, none longer than `window`. The first of a long one has `first` tokens (a window).
+def cut(document: int, length: int, window: int, *, stride: int | None = None) -> list[Piece]:
+    """The pieces of a document, none longer than `window`.
 
-    With a `stride` below the window, pieces of a long document overlap: they start so many tokens apart, each a full
-    window, and the last one ends where the document does. That is for evaluation, where each position in the window
-    should meet the same text.
+    With a `stride` below the window, pieces of a long document start so many tokens apart and overlap. That is for
+    evaluation: every token with a window of text before it is met once in each part of a window that is a stride long,
+    so that losses by position are losses on the same text.
     """
-    if length <= window:
-        return [Piece(document, 0, length)] if length else []
-    if stride is not None and stride < window:
-        starts = [*range(0, length - window, stride), length - window]
-        return [Piece(document, start, start + window) for start in starts]
-    ends = [*range(first or window, length, window), length]
-    return [Piece(document, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    apart = window if stride is None or length <= window else min(stride, window)
+    return [Piece(document, start, min(start + window, length)) for start in range(0, length, apart)]
 
 
 def pack(pieces: Iterable[Piece], window: int) -> list[list[Piece]]:
@@ -106,19 +100,20 @@ def pack_documents(
     window: int,
     *,
     stride: int | None = None,
-    random: np.random.Generator | None = None,
+    document: Callable[[int], Document] | None = None,
 ) -> tuple[list[list[Piece]], Report]:
     """Cuts and packs documents numbered from 0, and says what became of their tokens.
 
-    `random` draws where long documents are first cut; without it that is after a whole window.
+    `document` gives the documents by number, where some of their tokens are not trained.
     """
     pieces: list[Piece] = []
     dropped = 0
-    for document, length in enumerate(lengths):
-        first = None if random is None or length <= window else int(random.integers(2, window + 1))
-        for piece in cut(document, int(length), window, first=first, stride=stride):
-            if piece.stop == length and len(piece) == 1:
-                dropped += 1
+    for number, length in enumerate(lengths):
+        trained = None if document is None else document(number).trained
+        for piece in cut(number, int(length), window, stride=stride):
+            targets = slice(piece.start + 1, min(piece.stop + 1, int(length)))
+            if targets.start == targets.stop or (trained is not None and not trained[targets].any()):
+                dropped += len(piece)
             else:
                 pieces.append(piece)
     rows = pack(pieces, window)

@@ -21,7 +21,6 @@ from train.data import Mixture, Rows, StoredBlocks, StreamedBlocks
 from train.metrics import check_extras
 from train.new_tokenizer import BYTE_VOCAB, write_tokenizer
 from train.optim import check_schedule
-from train.packing import Report
 from train.sources import open_source, told
 from train.store import TokenStore, hash_folder, tokenise
 
@@ -189,7 +188,7 @@ def open_data(config: RunConfig, tokenizer_folder: Path) -> Data:
         else:
             store = tokenise(source, tokenizer, **marks)
             blocks = StoredBlocks(store, block, (config.seed, number, 0))
-        rows = Rows(blocks, data.window, (config.seed, number, 1))
+        rows = Rows(blocks, data.window, (config.seed, number, 1), masked=source.trained is not None)
         parts.append(rows)
         lines.append(f"packed {source.path}: {_report(rows)}")
     held_out = [tokenise(source, tokenizer, **marks) for source in data.held_out]
@@ -200,9 +199,9 @@ def _report(rows: Rows) -> str:
     """Of a whole epoch of stored documents, or of a first block."""
     store = rows.blocks.store if isinstance(rows.blocks, StoredBlocks) else None
     whole = store is not None and len(store) <= REPORTED_DOCUMENTS
-    report, number, at = Report(), 0, rows.blocks.start()
-    while at["epoch"] == 0 and (whole or number == 0):
-        part, at = rows.peek(number, at)
-        report, number = report + part, number + 1
+    report, at = rows.peek(rows.blocks.start())
+    while whole and at["epoch"] == 0:
+        part, at = rows.peek(at)
+        report += part
     empty = f"; {store.empty:,} rows without text" if store is not None and store.empty else ""
     return f"{'an epoch' if whole else 'the first block'}: {report}{empty}"

@@ -22,7 +22,7 @@ _UNITS = {"file": "document", "paragraph": "paragraph", "line": "line"}
 
 
 def open_source(source: Source, *, streaming: bool, cache: Path) -> Any:
-    """A `datasets.Dataset`, or an IterableDataset where `streaming`, of the source's one column.
+    """A `datasets.Dataset`, or an IterableDataset where `streaming`, of the source's columns.
 
     `datasets` keeps its copy of files that are not streamed under `cache`.
 
@@ -31,9 +31,11 @@ def open_source(source: Source, *, streaming: bool, cache: Path) -> Any:
     """
     opened = told(source, lambda: _open(source, streaming, cache))
     first = told(source, lambda: next(iter(opened)))
-    if source.column not in first:
-        raise ValueError(f"{source.path} has no column {source.column!r}: its columns are {', '.join(first)}")
-    return opened.select_columns([source.column])
+    columns = [source.column] if source.trained is None else [source.column, source.trained]
+    for column in columns:
+        if column not in first:
+            raise ValueError(f"{source.path} has no column {column!r}: its columns are {', '.join(first)}")
+    return opened.select_columns(columns)
 
 
 def told(source: Source, read: Callable[[], Any]) -> Any:
@@ -62,7 +64,7 @@ def _open(source: Source, streaming: bool, cache: Path) -> Any:
     if source.path == PYTHON_DOCS:
         if source.split not in SPLITS:
             raise ValueError(f"{source.path} has no split {source.split!r}: its splits are {', '.join(SPLITS)}")
-        return _stream(datasets.Dataset.from_dict({"text": python_docs(source.split)}), streaming)
+        return _stream(datasets.Dataset.from_dict(python_docs(source.split)), streaming)
     if os.path.isdir(os.path.expanduser(source.path)):
         return _stream(_saved(source), streaming)
     where: dict[str, Any] = {"split": source.split, "streaming": streaming, "cache_dir": str(cache / "arrow")}

@@ -1,7 +1,7 @@
 """Tokenised documents on disk: written once, read by memory map, found again by a fingerprint.
 
-A store is a folder `CACHE/tokens/FINGERPRINT/{tokens.bin, offsets.npy, info.json}`. It is written beside its place and
-renamed when it is whole.
+A store is a folder `CACHE/tokens/FINGERPRINT/{tokens.bin, trained.bin, offsets.npy, info.json}`; `trained.bin` is
+empty where all tokens are trained on. It is written beside its place and renamed when it is whole.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from models.tokenizer import Tokenizer
 from train.packing import Document
 from train.sources import open_source, told
 
-_VERSION = 1
+_VERSION = 2
 """Part of the fingerprint: rises when the same data would give other tokens."""
 _ROWS = 512
 """Rows of data that are tokenised at a time."""
@@ -33,10 +33,12 @@ class TokenStore:
     """The documents of one source."""
 
     tokens: np.ndarray
+    trained: np.ndarray | None
+    """Whether each token is trained on; None where all are."""
     offsets: Int[np.ndarray, "documents_1"]
     """Where each document begins, and the end of the last."""
     text_bytes: int
-    """Bytes of the text in UTF-8; 0 where the source holds token ids."""
+    """Bytes in UTF-8 of the text that is trained on; 0 where the source holds token ids."""
     empty: int
     """Rows without text, which are no documents."""
     source: str
@@ -49,40 +51,75 @@ class TokenStore:
         """Tokens of each document."""
         return np.diff(self.offsets)
 
+    @property
+    def targets(self) -> int:
+        """Tokens that are predicted in one pass over all documents."""
+        if self.trained is None:
+            return int((self.lengths - 1).sum())
+        return int(self.trained.sum() - self.trained[self.offsets[:-1]].sum())
+
     def document(self, number: int) -> Document:
         """A document by its number."""
-        return Document(np.asarray(self.tokens[self.offsets[number] : self.offsets[number + 1]], np.int32))
+        here = slice(self.offsets[number], self.offsets[number + 1])
+        trained = None if self.trained is None else np.asarray(self.trained[here])
+        return Document(np.asarray(self.tokens[here], np.int32), trained)
 
 
-def encode_rows(rows: list[Any], source: Source, tokenizer: Tokenizer, *, vocab: int, end: bool) -> list[list[int]]:
-    """Tokens of texts, or token ids as they are; [] for a row without text.
+def encode_rows(
+    rows: list[Any], source: Source, tokenizer: Tokenizer, *, vocab: int, end: bool, ranges: list[Any] | None = None
+) -> list[Document]:
+    """Texts tokenised, or token ids as they are; a document without tokens for a row without text.
 
-    Raises ValueError for what is neither, and for ids that the model's vocabulary does not have.
+    `ranges` has, for each text, the characters that are trained on.
+
+    Raises ValueError for what is neither text nor ids, and for ids that the model's vocabulary does not have.
     """
-    texts = [row for row in rows if isinstance(row, str) and row]
-    if end and texts and tokenizer.end_id is None:
+    if end and tokenizer.end_id is None and any(isinstance(row, str) for row in rows):
         raise ValueError("the tokenizer has no end token: give one that has, or set data.end to False")
-    encoded = iter(tokenizer.encode_texts(texts) if texts else [])
     ending = [tokenizer.end_id] if end and tokenizer.end_id is not None else []
-    documents: list[list[int]] = []
-    for row in rows:
-        if isinstance(row, str) and row:
+    texts = [row for row in rows if isinstance(row, str) and row] if ranges is None else []
+    encoded = iter(tokenizer.encode_texts(texts) if texts else [])
+    documents: list[Document] = []
+    for number, row in enumerate(rows):
+        trained = None
+        if isinstance(row, str) and row and ranges is not None:
+            ids, places = tokenizer.encode_with_places(row)
+            within = _checked(ranges[number], row, source)
+            trained = np.array([any(first <= place < last for first, last in within) for place in places])
+            trained = np.append(trained, [False] * len(ending))
+            ids = ids + ending
+        elif isinstance(row, str) and row:
             ids = next(encoded)
-            documents.append(ids if ids[-1:] == ending else ids + ending)
+            ids = ids if ids[-1:] == ending else ids + ending
         elif row is None or row == "":
-            documents.append([])
-        elif isinstance(row, list) and all(isinstance(token, int) for token in row):
-            documents.append(row)
+            ids = []
+        elif isinstance(row, list) and all(isinstance(token, int) for token in row) and ranges is None:
+            ids = row
         else:
-            raise ValueError(f"column {source.column!r} of {source.path} holds {row!r:.60}: it is neither text nor ids")
-    for ids in documents:
+            wanted = "neither text nor ids" if ranges is None else "no text, which source.trained needs"
+            raise ValueError(f"column {source.column!r} of {source.path} holds {row!r:.60}: it is {wanted}")
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(
-                f"{source.path} has the token id {wrong}, and the model's vocabulary has {vocab} tokens, 0 to "
-                f"{vocab - 1}: use the tokenizer that belongs to the model"
-            )
+            raise _beyond(source, min(ids) if min(ids) < 0 else max(ids), vocab)
+        documents.append(Document(np.asarray(ids, np.int32), trained))
     return documents
+
+
+def _beyond(source: Source, token: int, vocab: int) -> ValueError:
+    return ValueError(
+        f"{source.path} has the token id {token}, and the model's vocabulary has {vocab} tokens, 0 to {vocab - 1}: use "
+        "the tokenizer that belongs to the model"
+    )
+
+
+def _checked(ranges: Any, text: str, source: Source) -> list[list[int]]:
+    """The ranges of one text; ValueError where they are no ranges of it."""
+    for pair in ranges or []:
+        if len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= len(text):
+            raise ValueError(
+                f"column {source.trained!r} of {source.path} holds the range {pair} for a text of {len(text)} "
+                "characters: a range is [first, end]"
+            )
+    return ranges or []
 
 
 def tokenise(
@@ -94,7 +131,7 @@ def tokenise(
     """
     rows = open_source(source, streaming=False, cache=cache)
     dtype = "uint16" if vocab <= 1 << 16 else "uint32"
-    settings = [_VERSION, rows._fingerprint, source.column, tokenizer_hash, end, dtype]
+    settings = [_VERSION, rows._fingerprint, source.column, source.trained, tokenizer_hash, end, dtype]
     name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     folder = cache / "tokens" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -106,37 +143,43 @@ def tokenise(
 
 def _documents(
     rows: Any, source: Source, tokenizer: Tokenizer, vocab: int, end: bool
-) -> Iterator[tuple[list[list[int]], int]]:
-    """Documents by some at a time, each with the bytes of their text."""
+) -> Iterator[tuple[list[Document], int]]:
+    """Documents by some at a time, each with the bytes of the text in them that is trained on."""
     batches = rows.iter(batch_size=_ROWS)
 
-    def read() -> tuple[list[Any], int] | None:
+    def read() -> tuple[list[Any], list[Any] | None, int] | None:
         batch = next(batches, None)
         if batch is None:
             return None
-        column = batch[source.column]
-        return column, sum(len(row.encode()) for row in column if isinstance(row, str))
+        column, ranges = batch[source.column], None if source.trained is None else batch[source.trained]
+        texts = [row for row in column if isinstance(row, str)]
+        if ranges is not None:
+            texts = [row[a:b] for row, within in zip(column, ranges, strict=True) if row for a, b in within or []]
+        return column, ranges, sum(len(text.encode()) for text in texts)
 
     while (found := told(source, read)) is not None:
-        yield encode_rows(found[0], source, tokenizer, vocab=vocab, end=end), found[1]
+        column, ranges, size = found
+        yield encode_rows(column, source, tokenizer, vocab=vocab, end=end, ranges=ranges), size
 
 
-def _write(folder: Path, dtype: str, documents: Callable[[], Iterator[tuple[list[list[int]], int]]]) -> None:
+def _write(folder: Path, dtype: str, documents: Callable[[], Iterator[tuple[list[Document], int]]]) -> None:
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     lengths: list[int] = []
     text_bytes = empty = largest = 0
-    with open(partial / "tokens.bin", "wb") as out:
+    with open(partial / "tokens.bin", "wb") as out, open(partial / "trained.bin", "wb") as trained:
         for some, size in documents():
             text_bytes += size
-            for ids in some:
-                if not ids:
+            for document in some:
+                if not len(document.tokens):
                     empty += 1
                     continue
-                out.write(np.asarray(ids, dtype).tobytes())
-                lengths.append(len(ids))
-                largest = max(largest, max(ids))
+                out.write(document.tokens.astype(dtype).tobytes())
+                if document.trained is not None:
+                    trained.write(document.trained.tobytes())
+                lengths.append(len(document.tokens))
+                largest = max(largest, int(document.tokens.max()))
     np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
     info = {"dtype": dtype, "text_bytes": text_bytes, "empty": empty, "largest": largest}
     (partial / "info.json").write_text(json.dumps(info))
@@ -150,12 +193,10 @@ def _read(folder: Path, source: Source, vocab: int) -> TokenStore:
     if offsets[-1] == 0:
         raise ValueError(f"{source.path} has no text in column {source.column!r}: every row is empty")
     if info["largest"] >= vocab:
-        raise ValueError(
-            f"{source.path} has the token id {info['largest']}, and the model's vocabulary has {vocab} tokens, 0 to "
-            f"{vocab - 1}: use the tokenizer that belongs to the model"
-        )
+        raise _beyond(source, info["largest"], vocab)
     tokens = np.memmap(folder / "tokens.bin", info["dtype"], "r")
-    return TokenStore(tokens, offsets, info["text_bytes"], info["empty"], source.path)
+    trained = None if source.trained is None else np.memmap(folder / "trained.bin", bool, "r")
+    return TokenStore(tokens, trained, offsets, info["text_bytes"], info["empty"], source.path)
 
 
 def hash_folder(folder: Path) -> str:
