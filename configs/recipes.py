@@ -9,6 +9,7 @@ from collections.abc import Callable
 from configs.data import DataConfig, Source
 from configs.llama import LlamaConfig
 from configs.long_recipes import llama_3_1_8b_128k, llama_3_1_8b_256k, llama_3_1_8b_512k, llama_3_1_70b_128k
+from configs.model import ModelConfig
 from configs.precision import Precision
 from configs.rope import DefaultRope
 from configs.run import CheckpointConfig, EvaluateConfig, RunConfig
@@ -95,9 +96,32 @@ def tiny_longer() -> RunConfig:
     )
 
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {
+def fine_tune(start: str, model: ModelConfig) -> RunConfig:
+    """Fine-tunes weights that you have on text that you have, on as many devices as there are.
+
+    The weights may be a checkpoint, a Hugging Face folder or a GGUF file; the model is theirs. For a longer context,
+    raise model.context-length, model.rope.theta and data.window. Documents are the rows of the column text.
+
+    treering train fine_tune --start path/to/Llama-3.2-1B --data.sources.0.path documents.jsonl
+    """
+    return RunConfig(
+        folder="runs/fine_tune",
+        start=start,
+        model=model,
+        data=DataConfig(sources=(Source(path="documents.jsonl"),), window=min(model.context_length, 4096), batch=8),
+        steps=1000,
+        optimizer=OptimizerConfig(
+            learning_rate=1e-5,
+            schedule=ScheduleConfig(kind="cosine", warmup_steps=20, final_share=0.1),
+        ),
+        checkpoint=CheckpointConfig(every=200),
+    )
+
+
+RECIPES: dict[str, Callable[..., RunConfig]] = {
     recipe.__name__: recipe
     for recipe in (
+        fine_tune,
         tiny_from_scratch,
         tiny_longer,
         llama_3_1_8b_128k,
@@ -106,4 +130,4 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
         llama_3_1_70b_128k,
     )
 }
-"""The recipes that `treering train` knows by name."""
+"""What `treering train` knows by name. A recipe with parameters is given what `--start` names, and the model there."""

@@ -123,7 +123,8 @@ class RunConfig:
     seed: int = 0
     """Of the initial weights and the order of the data."""
     start: str | None = None
-    """Start from the weights of this checkpoint, or of the newest one in this run's folder."""
+    """Start from these weights: a checkpoint, a Hugging Face folder, a GGUF file, or another run's folder (its newest
+    checkpoint)."""
     go_on_from: str | None = None
     """Go on from the newest checkpoint of another run's folder: weights, optimizer, step and place in the data."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

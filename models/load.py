@@ -1,5 +1,6 @@
 """Models to run, wherever they lie: a checkpoint of ours, a Hugging Face folder, or a GGUF file."""
 
+import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from layers.sharding import Plan
 from models.checkpoint import abstract_model, load_model, named_leaves
 from models.convert import Parameter, fill, match, open_source, read_source_config
 from models.progress import byte_progress
-from models.record import RECORD, WEIGHTS, read_config
+from models.record import RECORD, TOKENIZER, WEIGHTS, read_config
 from models.source import Source
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
@@ -31,6 +32,8 @@ class OpenModel:
     """The model, stacked, each parameter on its devices of a plan; cast to a dtype, or as stored where it is None."""
     tokenizer: Callable[[], Tokenizer]
     """Raises ValueError where there is none."""
+    save_tokenizer: Callable[[Path], None]
+    """Writes the tokenizer's files into a new folder. Raises ValueError where there is none."""
 
 
 def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> OpenModel:
@@ -45,6 +48,7 @@ def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> Open
             config=read_config(folder),
             load=partial(load_model, folder),
             tokenizer=partial(Tokenizer.load, folder),
+            save_tokenizer=partial(_copy_tokenizer, folder),
         )
     source = open_source(folder)
     config = read_source_config(source, ignore_fields)
@@ -52,6 +56,7 @@ def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> Open
         config=config,
         load=partial(load_source, source, config),
         tokenizer=partial(_tokenizer_of, source),
+        save_tokenizer=partial(_save_tokenizer_of, source),
     )
 
 
@@ -87,6 +92,16 @@ def _place(parameter: Parameter, sharding: jax.sharding.NamedSharding, advance: 
 
 def _tokenizer_of(source: Source) -> Tokenizer:
     with TemporaryDirectory() as scratch:
-        if not source.save_tokenizer(Path(scratch)):
-            raise ValueError(f"{source.fields.name} has no tokenizer beside it: text goes through one")
+        _save_tokenizer_of(source, Path(scratch))
         return Tokenizer.from_folder(Path(scratch))
+
+
+def _copy_tokenizer(checkpoint: Path, folder: Path) -> None:
+    Tokenizer.load(checkpoint)
+    shutil.copytree(checkpoint / TOKENIZER, folder, dirs_exist_ok=True)
+
+
+def _save_tokenizer_of(source: Source, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not source.save_tokenizer(folder):
+        raise ValueError(f"{source.fields.name} has no tokenizer beside it: text goes through one")

@@ -309,3 +309,36 @@ def test_two_processes_train_resume_and_stop_as_one(tmp_path: Path) -> None:
     ended = end(processes)
     assert [status for status, _ in ended] == [143, 143], ended
     assert finished_steps(tmp_path / "two" / "checkpoints")[-1] == lines(tmp_path / "two")[-1]["step"]
+
+
+def test_a_run_starts_from_a_folder_of_hugging_faces_and_from_gguf_as_from_a_checkpoint(tmp_path: Path) -> None:
+    import tiny
+    import treering
+    from models.convert import convert
+    from models.tokenizer import Tokenizer
+
+    config = tiny.LLAMA | {"vocab_size": 300}
+    tiny.save_byte_level(tiny.write_folder(tmp_path / "hf", config))
+    tiny.write_gguf(tmp_path / "model.gguf", config, metadata=tiny.gguf_tokenizer_metadata("gpt2"))
+    convert(tmp_path / "hf", tmp_path / "checkpoint")
+    tiny_run.write_texts(tmp_path / "documents.jsonl")
+    options = [
+        *("--data.sources.0.path", str(tmp_path / "documents.jsonl"), "--data.cache", str(tmp_path / "cache")),
+        *("--data.window", "64", "--steps", "2", "--optimizer.schedule.warmup-steps", "1"),
+        *("--step.precision.compute", "float32"),
+    ]
+    found = {}
+    for name in ("checkpoint", "hf", "model.gguf"):
+        folder = tmp_path / "runs" / name
+        start = ("--start", str(tmp_path / name))
+        assert treering.main(["train", "fine_tune", *start, "--folder", str(folder), *options]) == 0
+        found[name] = arrays(folder, 2)
+        assert json.loads((folder / "config.json").read_text())["model.embed"] == config["hidden_size"]
+        tokenizer = Tokenizer.load(folder / "checkpoints" / "2" / "model")
+        assert tokenizer.encode("Paris") == tiny.byte_level_tokenizer().encode("Paris").ids
+    for name in ("hf", "model.gguf"):
+        assert found[name].keys() == found["checkpoint"].keys()
+        different = [
+            path for path, array in found["checkpoint"].items() if not np.array_equal(array, found[name][path])
+        ]
+        assert different == [], name

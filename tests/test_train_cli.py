@@ -1,5 +1,6 @@
 """`treering train` as a user meets it: what is wrong is one line, before anything is compiled or written."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,16 @@ def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a step was compiled")
 
     monkeypatch.setattr(run, "step_program", never)
+
+
+def test_a_recipe_that_starts_from_weights_asks_for_them(tmp_path: Path, capsys) -> None:
+    assert treering.main(["train", "fine_tune", "--steps", "3"]) == 2
+    assert "fine_tune starts from weights that you have: --start" in capsys.readouterr().err
+    assert treering.main(["train", "fine_tune", f"--start={tmp_path / 'none'}"]) == 2
+    assert "none does not exist" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        treering.main(["train", "fine_tune", "--help"])
+    assert stop.value.code == 0 and "--model.context-length" in capsys.readouterr().out
 
 
 def run_recipe(folder: Path, *options: str, **changes: str) -> int:
@@ -157,7 +168,9 @@ def test_every_recipe_can_be_overridden_and_says_its_command() -> None:
     from configs.run import RunConfig
 
     for name, recipe in RECIPES.items():
-        config = recipe()
+        takes_weights = bool(inspect.signature(recipe).parameters)
+        config = recipe("weights", tiny_run.MODEL) if takes_weights else recipe()
+        assert f"treering train {name}" in recipe.__doc__ and ("--start" in recipe.__doc__) == takes_weights
         assert parse(RunConfig, [], program=name, default=config) == config
         changed = parse(RunConfig, ["--steps", "7", "--model.rope.theta", "5e5"], program=name, default=config)
         assert changed.steps == 7 and changed.model.rope.theta == 5e5

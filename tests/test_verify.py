@@ -46,7 +46,6 @@ def test_a_checkpoint_agrees_with_its_source_and_with_no_other(
 
 def test_a_gguf_is_a_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
-    pytest.importorskip("accelerate")
     tiny.write_gguf(
         folder / "model.gguf", tiny.LLAMA | {"vocab_size": 300}, metadata=tiny.gguf_tokenizer_metadata("gpt2")
     )

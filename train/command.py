@@ -1,11 +1,16 @@
 """`treering train RECIPE [--dotted.override VALUE]`: runs a recipe, or lists those there are."""
 
+import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from configs.cli import parse
+from configs.llama import LLAMA_3_2_1B
+from configs.model import ModelConfig
 from configs.recipes import RECIPES
 from configs.run import RunConfig
 
@@ -18,7 +23,9 @@ def main(arguments: list[str]) -> int:
     name, *overrides = arguments
     if name.startswith("-"):
         raise ValueError(f"the recipe comes first: treering train RECIPE {' '.join(arguments)}")
-    config = parse(RunConfig, overrides, program=f"treering train {name}", default=find_recipe(name)())
+    recipe = find_recipe(name)
+    weights = starting_weights(name, overrides) if inspect.signature(recipe).parameters else ()
+    config = parse(RunConfig, overrides, program=f"treering train {name}", default=recipe(*weights))
     from train.run import Stopped, train
 
     try:
@@ -35,13 +42,31 @@ def listing() -> str:
     for name, recipe in RECIPES.items():
         lines += [name, *(f"    {line.strip()}" for line in (recipe.__doc__ or "").strip().splitlines()), ""]
     lines += [
-        "A recipe of your own: treering train path/to/recipes.py:NAME, a function that returns a RunConfig.",
+        "A recipe of your own: treering train path/to/recipes.py:NAME, a function that returns a RunConfig. One with",
+        "two parameters, as fine_tune, is given the path of --start and the configuration of the model there.",
         "`treering train RECIPE --help` lists every option with the recipe's value.",
     ]
     return "\n".join(lines)
 
 
-def find_recipe(name: str) -> Callable[[], RunConfig]:
+def starting_weights(name: str, overrides: list[str]) -> tuple[str, ModelConfig]:
+    """What `--start` names, and its model; an example of both where only help is asked for.
+
+    Raises ValueError without `--start`, and what `open_model` raises.
+    """
+    from models.load import open_model
+    from train.prepare import weights_of
+
+    given = [value for flag, value in zip(overrides, overrides[1:], strict=False) if flag == "--start"]
+    given += [argument.partition("=")[2] for argument in overrides if argument.startswith("--start=")]
+    if given:
+        return given[-1], open_model(weights_of(given[-1])).config
+    if {"-h", "--help"} & set(overrides):
+        return "WEIGHTS", LLAMA_3_2_1B
+    raise ValueError(f"{name} starts from weights that you have: --start CHECKPOINT, HF_FOLDER or FILE.gguf")
+
+
+def find_recipe(name: str) -> Callable[..., RunConfig]:
     """A recipe of ours by its name, or one of the user's as FILE:NAME.
 
     Raises ValueError where there is none.
@@ -69,8 +94,9 @@ def find_recipe(name: str) -> Callable[[], RunConfig]:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(f"{path} has no recipe {function!r}: it has {', '.join(names) or 'none'}")
 
-    def checked() -> RunConfig:
-        config = found()
+    @functools.wraps(found)
+    def checked(*weights: Any) -> RunConfig:
+        config = found(*weights)
         if not isinstance(config, RunConfig):
             raise ValueError(f"{name} returns a {type(config).__name__}: a recipe returns a configs.run.RunConfig")
         return config

@@ -7,12 +7,14 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from filelock import FileLock
 
 from configs.model import ModelConfig
 from configs.run import RunConfig, fixed, flat
 from layers.sharding import Plan
+from models.load import open_model
 from models.record import RECORD, TOKENIZER, read_config
 from models.tokenizer import Tokenizer
 from train.batch import check_batch
@@ -47,7 +49,7 @@ def check_run(config: RunConfig, plan: Plan) -> None:
         raise ValueError("evaluate.stride without data.held_out: there is nothing to evaluate on")
     check_folder(config)
     if config.start is not None:
-        check_same_weights(config.model, read_config(weights_of(config.start)), config.start)
+        check_same_weights(config.model, open_model(weights_of(config.start)).config, config.start)
     if config.go_on_from is not None:
         step = newest_step(config.go_on_from)
         there = read_config(Path(config.go_on_from) / CHECKPOINTS / str(step) / "model")
@@ -101,7 +103,7 @@ def newest_step(run: str) -> int:
 
 
 def weights_of(path: str) -> Path:
-    """The checkpoint that `path` names: itself, the model of a step, or the newest of a run."""
+    """The weights that `path` names: itself (whatever `open_model` takes), the model of a step, or a run's newest."""
     folder = Path(path)
     if (folder / CHECKPOINTS).is_dir():
         return folder / CHECKPOINTS / str(newest_step(path)) / "model"
@@ -122,11 +124,26 @@ def find_tokenizer(config: RunConfig) -> Path:
         origin = config.start or config.go_on_from
         if origin is None:
             raise ValueError("data.tokenizer is not set, and random weights bring none: give a folder, bytes or bpe")
-        return weights_of(origin) / TOKENIZER
+        return _tokenizer_of(weights_of(origin), cache_folder(config))
     folder = Path(os.path.expanduser(wanted))
     if not folder.is_dir():
         raise ValueError(f"data.tokenizer {wanted} is no folder: give one, or bytes or bpe for a new tokenizer")
     return folder / TOKENIZER if (folder / TOKENIZER).is_dir() else folder
+
+
+def _tokenizer_of(weights: Path, cache: Path) -> Path:
+    """A folder in the cache, named after what it holds, with the tokenizer of weights."""
+    with TemporaryDirectory() as scratch:
+        open_model(weights).save_tokenizer(Path(scratch))
+        folder = cache / "tokenizers" / hash_folder(Path(scratch))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                partial = folder.with_suffix(".partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.copytree(scratch, partial)
+                os.replace(partial, folder)
+    return folder
 
 
 def _new_tokenizer(config: RunConfig) -> Path:

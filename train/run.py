@@ -18,8 +18,8 @@ from configs.run import RunConfig, flat
 from layers.devices import describe, plan_for, simulate_cpu_devices
 from layers.program import Program
 from layers.sharding import Plan
-from models.checkpoint import load_model
 from models.families import families
+from models.load import open_model
 from models.record import TOKENIZER
 from train.batch import place
 from train.checkpoint import Checkpoints, finished_steps, restore
@@ -115,8 +115,8 @@ def train(config: RunConfig) -> Outcome:
         state, position = newest(Path(config.go_on_from) / CHECKPOINTS, shapes, plan, say)
     else:
         if config.start is not None:
-            weights = load_model(weights_of(config.start), plan, config.step.precision.params)
-            # The arrays of the checkpoint in the model of this run, whose context may be longer.
+            weights = open_model(weights_of(config.start)).load(plan, config.step.precision.params)
+            # The arrays of those weights in the model of this run, whose context may be longer.
             model = jax.tree.unflatten(jax.tree.structure(shapes.model), jax.tree.leaves(weights))
             say(f"started from the weights of {weights_of(config.start)}")
         else:
