@@ -87,6 +87,7 @@ def test_any_chunk_size_gives_the_same_logits(folder, mesh, oracle, chunk, monke
         assert np.abs(np.asarray(ours)[0] - logits[0, end - 1]).max() <= 1e-5 * np.abs(logits).max(), end
 
 
+@pytest.mark.long
 def test_greedy_tokens_are_those_of_each_row_alone_on_every_mesh(folder, mesh):
     prompts = [row[:length] for row, length in zip(token_rows(4, 40, seed=1), (1, 5, 5, 40), strict=True)]
     alone = make_engine(folder, mesh, {"context": 1}, batch=1, capacity=64)

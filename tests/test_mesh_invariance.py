@@ -33,10 +33,10 @@ def one_device(mesh):
     return training.run(training.train_plan(mesh()))
 
 
-LONG = [pytest.param(digits, marks=pytest.mark.long) for digits in ("8111", "1811", "2141", "1142")]
+LONG = [pytest.param(digits, marks=pytest.mark.long) for digits in ("8111", "1811", "1181", "2141", "1142")]
 
 
-@pytest.mark.parametrize("digits", ["1181", "1222", *LONG])
+@pytest.mark.parametrize("digits", ["1222", *LONG])
 def test_three_steps_are_the_same_on_every_mesh(mesh, one_device, digits):
     """Loss, gradients by leaf, gradient norm, and parameters after three steps, clipped AdamW with decay."""
     assert_same(training.run(training.train_plan(mesh(**sizes(digits)))), one_device)

@@ -21,7 +21,13 @@ CONFIG = {
 NEW_TOKENS = 48
 
 
-@pytest.mark.parametrize("sizes", [{"context": 8}, {"context": 4, "tensor": 2}], ids=["context8", "context4-tensor2"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"context": 8}, id="context8", marks=pytest.mark.long),
+        pytest.param({"context": 4, "tensor": 2}, id="context4-tensor2"),
+    ],
+)
 def test_greedy_tokens_equal_transformers_where_heads_divide(tmp_path, mesh, sizes):
     pytest.importorskip("torch")
     from configs.precision import Precision

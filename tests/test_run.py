@@ -136,6 +136,17 @@ def test_a_run_that_is_at_its_end_does_nothing_and_says_so(straight: Path, capsy
     }
 
 
+def test_a_run_from_the_command_line_trains_and_resumes(straight: Path, tmp_path: Path, capsys) -> None:
+    import treering
+
+    command = ["train", f"{tiny_run.recipe_file(tmp_path)}:small", "--mesh.fsdp", "4", "--mesh.context", "2"]
+    assert treering.main([*command, "--stop-at", "2"]) == 0
+    assert treering.main([*command, "--steps", "20", "--stop-at", "3", "--watch.no-bar"]) == 0
+    err = capsys.readouterr().err
+    assert "packed" in err and "0 dropped" in err and "resumed from" in err and "step compiled in" in err
+    assert lines(tmp_path / "run") == lines(straight / "run")[:3]
+
+
 def test_generate_reads_a_runs_model(straight: Path, capsys) -> None:
     from configs.infer import GenerateOptions
     from infer.generate import generate

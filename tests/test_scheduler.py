@@ -71,7 +71,10 @@ def alone(folder, mesh):
     return wanted, results
 
 
-@pytest.mark.parametrize("sizes", [{"context": 1}, {"context": 4}, {"data": 2, "context": 2, "tensor": 2}], ids=str)
+LONG_MESHES = [pytest.param(sizes, marks=pytest.mark.long) for sizes in ({"context": 1}, {"context": 4})]
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "context": 2, "tensor": 2}, *LONG_MESHES], ids=str)
 def test_answers_are_those_of_each_request_alone(folder, mesh, alone, sizes):
     from infer.scheduler import Scheduler
 

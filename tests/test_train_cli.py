@@ -175,12 +175,3 @@ def test_every_recipe_can_be_overridden_and_says_its_command() -> None:
         changed = parse(RunConfig, ["--steps", "7", "--model.rope.theta", "5e5"], program=name, default=config)
         assert changed.steps == 7 and changed.model.rope.theta == 5e5
         assert len(overrides_of(config)) > 50
-
-
-def test_a_run_from_the_command_line_trains_and_resumes(tmp_path, capsys) -> None:
-    assert run_recipe(tmp_path, "--stop-at", "2") == 0
-    assert run_recipe(tmp_path, "--steps", "20", "--stop-at", "3", "--watch.no-bar") == 0
-    err = capsys.readouterr().err
-    assert "packed" in err and "0 dropped" in err and "resumed from" in err and "step compiled in" in err
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3]
