@@ -75,7 +75,8 @@ class PagedAttention(eqx.Module):
             rank = lax.axis_index("context")
             keys = _write(keys, k, layer, table, positions, rank, devices)
             values = _write(values, v, layer, table, positions, rank, devices)
-            partial = _attend(q, keys, values, layer, table, positions, rank, devices, mask)
+            with jax.named_scope("cached_attention"):
+                partial = _attend(q, keys, values, layer, table, positions, rank, devices, mask)
             joined = tree_combine(partial, "context", scheme=scheme)
             return joined.out.astype(q.dtype), keys, values
 

@@ -4,6 +4,8 @@
     program.launches()                     # {"all-to-all": 1}: times a run, trip counts of loops multiplied in
     program.received_bytes()               # bytes that one device receives in a run
     program.moves(at_least=2**20)          # copies, transposes and gathers that write 1 MiB or more
+    program.read_bytes(lambda path: ...)   # bytes that one device reads of these arguments in a run
+    program.product_flops()                # floating-point operations of one device's matrix products
 
 The reader takes XLA's text, which is one device's program, as JAX 0.10 to 0.12 print it. Asynchronous pairs count once,
 at their start; what stands in a branch counts as if it were taken; a collective within groups of one device counts not
@@ -13,7 +15,7 @@ at all. A loop whose trip count the program does not state has none (`count is N
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -32,6 +34,9 @@ MOVES = ("copy", "transpose", "gather", "concatenate")
 _TYPE_BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "f4e2m1fn": 4}
 _TYPE = re.compile(r"\b(pred|token|opaque|[su]\d+|bf16|f\d+\w*|c\d+)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%?([\w.\-]+)")
+
+
+Loops = int | Callable[[str], int] | None
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Program:
     """Bytes of outputs that are written into donated inputs."""
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict, repr=False)
     entry: str = ""
-    loops: int | None = None
+    loops: "Loops" = None
     """Iterations to take for each loop whose count the program does not state."""
 
     @cached_property
@@ -146,7 +151,8 @@ class Program:
             return
         if instruction.opcode == "while":
             trips = self.trip_count(computation, instruction)
-            trips = self.loops if trips is None else trips
+            if trips is None:
+                trips = self.loops(instruction.source) if callable(self.loops) else self.loops
             for body in instruction.called("body"):
                 yield body, trips
             for condition in instruction.called("condition"):
@@ -289,6 +295,34 @@ class Program:
         """Bytes that one device receives in one run."""
         return round(sum(collective.received * _times(collective, loops) for collective in self.collectives))
 
+    def read_bytes(self, which: Callable[[str], bool], *, small: int = 2**20) -> float:
+        """Bytes that one device reads in one run of the arguments whose path (`kept.weight`) `which` picks.
+
+        Counted operand by operand: all of it, or what a slice or a gather returns; a copy of an argument counts again
+        where it is used, unless it has `small` bytes at most, which stay in the processor's cache.
+        Raises ValueError where an argument is read in a loop of unknown count.
+        """
+        picked = [which(self.parameters[number].source) for number in sorted(self.parameters)]
+        return _Reads(self, small).visit(self.entry, picked)[1]
+
+    def product_flops(self) -> int:
+        """Floating-point operations of one device's matrix products in one run, two for each multiplication."""
+        total = 0
+        for name, count in self.counts.items():
+            inside = self.computations[name]
+            for x in inside.values():
+                if x.opcode != "dot" or count == 0:
+                    continue
+                if count is None:
+                    raise ValueError(f"dot ({x.source}) lies in a loop of unknown count: give loops=")
+                (_, sizes), *_ = _TYPE.findall(inside[x.operands[0]].type)
+                contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.attributes)
+                places = [int(n) for n in contracted[1].split(",") if n] if contracted else []
+                depth = math.prod(int(sizes.split(",")[place]) for place in places)
+                (_, result), *_ = _TYPE.findall(x.type)
+                total += 2 * depth * math.prod(int(n) for n in result.split(",") if n) * count
+        return total
+
     def moves(self, *, at_least: int, kinds: tuple[str, ...] = MOVES) -> list[Move]:
         """Instructions of `kinds` that write `at_least` bytes; inside a fusion, where its own result is as large."""
         found = []
@@ -328,6 +362,87 @@ class Program:
         """The inputs, by number; `source` is the path of the argument they came from."""
         entry = self.computations[self.entry].values()
         return {int(x.literal): x for x in entry if x.opcode == "parameter"}
+
+
+class _Reads:
+    """Follows some of a program's arguments to where they are read.
+
+    A value is what these stand for: True for an array that is one of the arguments or a part of it moved elsewhere,
+    False for any other, a list for a tuple. Moving data reads it, and what was moved is read once more where it is used
+    ("small" results of a move stay in the processor's cache, and are read there).
+    """
+
+    VIEWS = ("bitcast", "reshape", "optimization-barrier", "copy-done", "all-gather-done")
+    MOVED = (*MOVES, "convert", "slice", "dynamic-slice", "pad", "reverse", "select", "all-gather", "broadcast")
+    PARTS = ("slice", "dynamic-slice", "gather")
+    """They read no more of their first operand than they return."""
+    WRITES = ("dynamic-update-slice", "scatter")
+    """They write a part of their first operand, in place."""
+
+    def __init__(self, program: Program, small: int):
+        self.program, self.small = program, small
+
+    def visit(self, name: str, arguments: list, fused: bool = False) -> tuple[object, float]:
+        """What a computation returns for these values of its parameters, and the bytes that it reads.
+
+        In a fusion only parameters lie in memory: each is read once at most, whoever uses it.
+        """
+        inside = self.program.computations[name]
+        values, total, result = {}, 0, False
+        in_memory: dict[str, float] = {}
+        for x in inside.values():
+            kind = x.opcode.removesuffix("-start")
+            operands = [values.get(operand, False) for operand in x.operands]
+            if x.opcode == "parameter":
+                values[x.name] = arguments[int(x.literal)]
+                in_memory[x.name] = 0
+            elif x.opcode == "tuple":
+                values[x.name] = operands
+            elif x.opcode == "get-tuple-element":
+                index = int(re.search(r"index=(\d+)", x.attributes)[1])  # pyright: ignore[reportOptionalSubscript]
+                values[x.name] = operands[0][index] if isinstance(operands[0], list) else operands[0]
+            elif kind in self.VIEWS:
+                values[x.name] = operands[0]
+                if fused and x.operands[0] in in_memory:
+                    in_memory[x.name] = 0
+            elif x.opcode in ("while", "call", "fusion", "conditional"):
+                values[x.name], read = self._call(x, name, operands)
+                total += read
+            else:
+                for place, (operand, value) in enumerate(zip(x.operands, operands, strict=True)):
+                    if value is True and not (kind in self.WRITES and place == 0):
+                        part = kind in self.PARTS and place == 0
+                        size = x.bytes if part else inside[operand].bytes
+                        if not fused:
+                            total += size
+                        elif operand in in_memory:
+                            in_memory[operand] = min(in_memory[operand] + size, inside[operand].bytes)
+                moved = kind in self.WRITES and operands[0] is True
+                if kind in self.MOVED and True in operands:
+                    moved = fused or x.bytes > self.small
+                values[x.name] = moved
+            if x.is_root:
+                result = values[x.name]
+        return result, total + sum(in_memory.values())
+
+    def _call(self, x: Instruction, name: str, operands: list) -> tuple[object, float]:
+        if x.opcode == "fusion":
+            result, read = self.visit(x.called("calls")[0], operands, fused=True)
+            written = any(
+                inside.is_root and inside.opcode in self.WRITES
+                for inside in self.program.computations[x.called("calls")[0]].values()
+            )
+            return (result if isinstance(result, list) else result and (written or x.bytes > self.small)), read
+        arguments = operands[1:] if x.opcode == "conditional" else operands
+        result, total = False, 0.0
+        for place, (called, trips) in enumerate(self.program._calls(name, x)):
+            made, read = self.visit(called, [arguments[place]] if x.opcode == "conditional" else arguments)
+            # A loop's carry stands for what it stood for before the loop.
+            result = operands[0] if x.opcode == "while" else made
+            if trips is None and read:
+                raise ValueError(f"a loop of unknown count ({x.source}): give loops=")
+            total += (trips or 0) * read
+        return result, total
 
 
 def largest_beside(program: Program, size: int) -> int:
@@ -402,10 +517,11 @@ def _instruction(line: str) -> Instruction | None:
     return Instruction(head[2], opcode[0], type_text, operands, rest[close + 1 :], bool(head[1]), inside.strip())
 
 
-def read(compiled, *, loops: int | None = None) -> Program:
+def read(compiled, *, loops: Loops = None) -> Program:
     """The program of a compiled function (`jax.jit(f).lower(...).compile()`), or of its text.
 
-    `loops` is what to take for the iterations of each loop whose count only the run knows.
+    `loops` is what to take for the iterations of each loop whose count only the run knows: one number for all, or a
+    function of the loop's `source`.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()

@@ -6,7 +6,7 @@ import pytest
 import hlo
 
 
-def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384):
+def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384, loops: hlo.Loops = 1):
     from configs.llama import LLAMA_3_2_1B_CUT
     from configs.precision import Precision
     from infer.engine import Engine
@@ -19,7 +19,7 @@ def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384):
     if unrolled:
         model = model.unrolled()
     engine = Engine(model, plan, Precision(), batch=batch, capacity=capacity)
-    return engine, hlo.read(engine.decode_program().compiled, loops=1)
+    return engine, hlo.read(engine.decode_program().compiled, loops=loops)
 
 
 @pytest.mark.parametrize("unrolled", [False, True], ids=["stacked", "unrolled"])
@@ -53,3 +53,27 @@ def test_temporary_memory_does_not_grow_with_the_capacity(mesh):
         for capacity in (4096, 65536)
     )
     assert large <= small + 2**16
+
+
+@pytest.mark.parametrize(
+    "context, unrolled, least, most",
+    # XLA on CPU copies each layer's weights out of the stack, then multiplies by the copy: the reader sees both.
+    [(1, True, 1, 1.15), (8, True, 1, 1.15), (8, False, 1.5, 2.5)],
+    ids=["context1", "context8", "context8-stacked"],
+)
+def test_a_step_reads_each_weight_and_each_filled_page_once(mesh, context, unrolled, least, most):
+    """In one step, with a quarter of the pages filled: bytes read over the bytes of weights and filled pages."""
+    filled = 16 // context
+    engine, program = decode_program(
+        mesh,
+        {"context": context},
+        unrolled=unrolled,
+        loops=lambda source: filled if "cached_attention" in source else 1,
+    )
+    arguments = program.parameters.values()
+    weights = sum(x.bytes for x in arguments if x.source.startswith("kept_data"))
+    cache = sum(x.bytes for x in arguments if ".pools" in x.source) * filled // engine.group_pages
+    # Beside the pages a few numbers, where a new token's slot is written.
+    assert cache <= program.read_bytes(lambda path: ".pools" in path) <= 1.01 * cache
+    read = program.read_bytes(lambda path: path.startswith("kept_data") or ".pools" in path)
+    assert least <= read / (weights + cache) <= most

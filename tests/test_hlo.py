@@ -260,3 +260,34 @@ def test_a_loop_counts_its_copies():
     args = jnp.ones((128, 128)), jnp.arange(128)[::-1]
     moves = hlo.read(compiled(function, *args)).moves(at_least=128 * 128 * 4, kinds=("gather",))
     assert [move.count for move in moves] == [4]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "function, times",
+    [
+        (lambda w, x: x @ w, 1),
+        (lambda w, x: (x @ w) @ w, 2),
+        (lambda w, x: lax.fori_loop(0, 5, lambda _, y: y @ w, x), 5),
+        (lambda w, x: x[:1] + lax.dynamic_slice_in_dim(w, x[0, 0].astype(int), 1), 1 / 128),
+        # Moved first: read to be moved, and read again where it is used.
+        (lambda w, x: x @ lax.optimization_barrier(w[::-1]), 2),
+        (lambda w, x: x @ lax.optimization_barrier(w[:, :32]), 1 / 2),
+        (lambda w, x: lax.scan(lambda y, part: (y @ part, None), x, w.reshape(1, 128, 128))[0], 1),
+    ],
+    ids=["once", "twice", "loop", "row", "moved", "part moved", "scan"],
+)
+def test_reads_of_an_argument(function, times):
+    w = jnp.ones((128, 128))
+    program = hlo.read(compiled(function, w, jnp.ones((4, 128))))
+    first = program.parameters[0].source
+    assert program.read_bytes(lambda path: path == first, small=0) == pytest.approx(times * w.nbytes, rel=0.01)
+    assert program.read_bytes(lambda path: False) == 0
+
+
+def test_operations_of_products_count_every_iteration():
+    def function(w, x):
+        return lax.fori_loop(0, 3, lambda _, y: y @ w, x) @ w[:, :8]
+
+    program = hlo.read(compiled(function, jnp.ones((64, 64)), jnp.ones((16, 64))))
+    assert program.product_flops() == 3 * 2 * 16 * 64 * 64 + 2 * 16 * 64 * 8
