@@ -5,6 +5,7 @@ through the model, `start` draws the first token after a prompt, `decode` draws 
 requests take which rows is the scheduler's affair (`infer.scheduler`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -16,18 +17,19 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from configs.precision import Precision
+from infer.chunks import choose_chunks
 from infer.rows import EngineState, Rows, at_rows, set_rows
 from infer.sampling import Kind, draw, log_probabilities
 from layers.attention import Context
 from layers.cache import DecodeState, PagedAttention
+from layers.order import dealt_places, dealt_tokens
 from layers.program import Program
 from layers.sharding import Plan
+from layers.trained_weight import lower, trained
 from models.transformer import Transformer, empty_pools
 
 PAGE_SLOTS = 256
 """Slots of a page on each device: long enough that a page's products run at speed."""
-PREFILL_CHUNKS = (16, 64, 256)
-"""Tokens that one prefill call takes. Few, since each is a program to compile; a prompt's last chunk is padded."""
 MAX_STEPS = 8
 """Tokens that one call of `decode` draws in each row at most."""
 
@@ -40,15 +42,25 @@ def run(
     count: Int[Array, "batch"],
     plan: Plan,
     precision: Precision,
+    *,
+    fresh: bool = False,
 ) -> tuple[Float[Array, "batch vocab"], DecodeState]:
-    """Appends the first `count` of `tokens` to the cache's rows `index`; logits after each one's last."""
-    steps = jnp.arange(tokens.shape[1])[None, :]
-    lengths = cache.lengths[index]
+    """Appends the first `count` of `tokens` to the cache's rows `index`; logits after each one's last.
+
+    A plan for prefill spreads the tokens over context, position t on device t mod p as in the cache, and gathers each
+    layer's weights. `fresh` says that the rows hold nothing yet.
+    """
+    lengths, seq = cache.lengths[index], tokens.shape[1]
+    devices = plan.size(*plan.axes("seq", seq))
+    steps = dealt_tokens(lengths, devices, seq)
+    if plan.table == "prefill":
+        model = trained(lower(model, jnp.dtype(precision.compute)), None, plan)
+        tokens = jnp.take_along_axis(tokens, steps, axis=1)
     positions = jnp.where(steps < count[:, None], lengths[:, None] + steps, -1)
-    context = Context(positions, None, PagedAttention(cache.table[index]), plan)
+    context = Context(positions, None, PagedAttention(cache.table[index], fresh), plan)
     with jax.default_matmul_precision(precision.matmul):
         hidden, pools = model(tokens, context, cache.pools, dtype=jnp.dtype(precision.compute))
-        last = jnp.maximum(count - 1, 0)[:, None, None]
+        last = dealt_places(lengths, devices, seq, jnp.maximum(count - 1, 0))[:, None, None]
         logits = model.unembed(jnp.take_along_axis(hidden, last, axis=1), context)[:, 0]
     return logits, DecodeState(pools, cache.table, cache.lengths.at[index].add(count))
 
@@ -97,6 +109,7 @@ class Engine:
         self.group_pages = self.group_rows * self.row_pages if pages is None else pages
         if self.group_pages < 1:
             raise ValueError(f"pages {pages}: the pool holds at least 1 page")
+        self.chunks = choose_chunks(model, plan, capacity)
         self._programs: dict[tuple[Any, ...], Program] = {}
 
     # States.
@@ -153,15 +166,21 @@ class Engine:
     def _replicated(self) -> jax.NamedSharding:
         return jax.NamedSharding(self.plan.mesh, jax.P())
 
-    def append_program(self, rows: int, chunk: int) -> Program:
-        """`(model, state, index [rows], tokens [rows chunk], count [rows]) -> (state, logits [rows vocab])`."""
+    def append_program(self, rows: int, chunk: int, *, fresh: bool = False) -> Program:
+        """`(model, state, index [rows], tokens [rows chunk], count [rows]) -> (state, logits [rows vocab])`.
+
+        `fresh` says that the rows hold nothing yet, which a long chunk makes use of.
+        """
+        spread = chunk == self.chunks.long
+        plan = dataclasses.replace(self.plan, table="prefill") if spread else self.plan
+        fresh = fresh and spread
 
         def append(model, state, index, tokens, count):
-            logits, cache = run(model, state.cache, index, tokens, count, self.plan, self.precision)
+            logits, cache = run(model, state.cache, index, tokens, count, plan, self.precision, fresh=fresh)
             return self._placed(EngineState(cache, state.rows)), logits
 
         shapes = self._some(rows), self._some(rows, chunk), self._some(rows)
-        return self._program(("append", rows, chunk), append, *shapes)
+        return self._program(("append", rows, chunk, fresh), append, *shapes)
 
     def start_program(self, kind: Kind, top: int | None) -> Program:
         """`(model, state, logits [groups vocab], index [groups], done [groups]) -> (state, Drawn)`.
@@ -249,8 +268,8 @@ class Engine:
 
     def compile(self, prompt_tokens: int, kind: Kind = "greedy", top: int | None = None) -> None:
         """Compiles ahead all that one request with a prompt of this length runs."""
-        for chunk in set(chunk_sizes(prompt_tokens)):
-            self.append_program(self.groups, chunk)
+        for place, chunk in enumerate(self.chunks.of(prompt_tokens)):
+            self.append_program(self.groups, chunk, fresh=place == 0)
         self.start_program(kind, top)
         self.decode_program(kind, top)
         self.admit_program()
@@ -267,24 +286,16 @@ class Engine:
         Returns the logits after each row's last token. Generation appends row by row; this is for scoring and tests.
         """
         index = self.put(np.arange(self.batch, dtype=np.int32))
-        done, kept = 0, None
-        for size in chunk_sizes(max(len(prompt) for prompt in prompts)):
+        done, kept, fresh = 0, None, not np.any(state.cache.lengths)
+        for size in self.chunks.of(max(len(prompt) for prompt in prompts)):
             tokens, count = np.zeros((self.batch, size), np.int32), np.zeros(self.batch, np.int32)
             for row, prompt in enumerate(prompts):
                 part = prompt[done : done + size]
                 tokens[row, : len(part)], count[row] = part, len(part)
-            program = self.append_program(self.batch, size)
+            program = self.append_program(self.batch, size, fresh=fresh and done == 0)
             state, logits = program(self.model, state, index, self.put(tokens), self.put(count))
             # A row whose tokens ended in an earlier chunk keeps the logits it had there.
             kept = logits if kept is None else jnp.where(self.put(count > 0)[:, None], logits, kept)
             done += size
         assert kept is not None, "no tokens to append"
         return kept, state
-
-
-def chunk_sizes(tokens: int) -> list[int]:
-    """The chunks that take a prompt of `tokens`: as many of the largest size as fit, then the smallest that holds
-    the rest."""
-    whole, rest = divmod(tokens, PREFILL_CHUNKS[-1])
-    tail = [next(size for size in PREFILL_CHUNKS if size >= rest)] if rest else []
-    return [PREFILL_CHUNKS[-1]] * whole + tail

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from configs.sampling import RequestConfig
-from infer.engine import MAX_STEPS, Drawn, Engine, chunk_sizes
+from infer.engine import MAX_STEPS, Drawn, Engine
 from infer.pages import Pages
 from infer.rows import Rows
 from infer.sampling import Kind
@@ -247,7 +247,8 @@ class Scheduler:
                 chosen.append((group, row, request))
         if not chosen:
             return
-        size = max(chunk_sizes(len(request.prompt) - request.done)[0] for _, _, request in chosen)
+        size = max(engine.chunks.next(len(request.prompt) - request.done) for _, _, request in chosen)
+        fresh = not any(request.done for _, _, request in chosen)
         # A group without a prompt names a row of its own, for which nothing is appended.
         index = np.arange(engine.groups, dtype=np.int32) * engine.group_rows
         count = np.zeros(engine.groups, np.int32)
@@ -258,7 +259,7 @@ class Scheduler:
             tokens[group, : len(part)] = part
             request.done += len(part)
             done[group] = request.done == len(request.prompt)
-        append = engine.append_program(engine.groups, size)
+        append = engine.append_program(engine.groups, size, fresh=fresh)
         self.state, logits = append(engine.model, self.state, engine.put(index), engine.put(tokens), engine.put(count))
         if done.any():
             ended = [request for group, _, request in chosen if done[group]]

@@ -8,6 +8,7 @@ program depends on which pages a row was given. Keys are stored rotated.
 The order in memory, `kv_heads kv_seq head_dim` within a page, is private to this module.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -20,8 +21,12 @@ from jaxtyping import Array, Float, Int
 from layers.attention import Context
 from layers.mask import Mask, visible
 from layers.partial import Partial, statistics_dtype
+from layers.ring import ring_local
 from layers.sharding import Plan, array_field
 from layers.tree import Scheme, tree_combine
+
+QUERY_TILE = 256
+"""Queries that attend together where they are many."""
 
 
 class PagePool(eqx.Module):
@@ -44,10 +49,17 @@ class PagedAttention(eqx.Module):
 
     The new tokens' keys and values are written first, each by the device that owns its position; then each device
     attends over its own slots of the filled pages, and one packed collective joins the partial results.
+
+    Where the plan spreads tokens over context, each device has those whose positions it owns. Queries then visit all
+    devices, and their partial results come home in one message (arXiv 2411.01783): what travels does not grow with what
+    the rows hold. In rows that held nothing keys travel instead, around a ring: with their values they are no more
+    numbers than queries and results.
     """
 
     table: Int[Array, "batch row_pages"] = array_field("batch row_pages")
     """Each row's pages in order, as indices into the device's own part of the pool."""
+    fresh: bool = eqx.field(static=True, default=False)
+    """Whether the rows held nothing before the new tokens."""
 
     def __call__(
         self,
@@ -64,21 +76,36 @@ class PagedAttention(eqx.Module):
 
         Tokens of position -1 are padding: nothing is written for them and their output is 0.
         """
-        plan = context.plan
+        plan, seq = context.plan, q.shape[1]
         devices = plan.size("context")
+        spread = "context" in plan.axes("seq", seq)
         scheme = head_scheme(plan, q.shape)
         out_dims = "batch seq out_heads head_dim" if scheme == "all_to_all" else "batch seq heads head_dim"
         pool_spec = plan.spec("layers pages kv_heads kv_seq head_dim", state.keys.shape)
         kv_spec = plan.spec("batch seq kv_heads head_dim", k.shape)
+        rows = plan.axes("batch", q.shape[0])
 
         def island(q, k, v, keys, values, table, positions, layer):
             rank = lax.axis_index("context")
-            keys = _write(keys, k, layer, table, positions, rank, devices)
-            values = _write(values, v, layer, table, positions, rank, devices)
-            with jax.named_scope("cached_attention"):
-                partial = _attend(q, keys, values, layer, table, positions, rank, devices, mask)
-            joined = tree_combine(partial, "context", scheme=scheme)
-            return joined.out.astype(q.dtype), keys, values
+            own = lax.dynamic_slice_in_dim(positions, rank * q.shape[1], q.shape[1], axis=1) if spread else positions
+            keys = _write(keys, k, layer, table, own, rank, devices)
+            values = _write(values, v, layer, table, own, rank, devices)
+
+            def attend(q, positions):
+                with jax.named_scope("cached_attention"):
+                    return _attend(q, keys, values, layer, table, positions, rank, devices, mask)
+
+            if not spread:
+                out = tree_combine(attend(q, positions), "context", scheme=scheme).out
+            elif self.fresh:
+                # As the cache would give them back.
+                k, v = (x.astype(keys.dtype).astype(q.dtype) for x in (k, v))
+                out = ring_local(
+                    q, k, v, axis="context", mask=mask, order="striped", positions=own, kv_positions=positions
+                ).out
+            else:
+                out = _pass_queries(attend, q, positions, devices)
+            return out.astype(q.dtype), keys, values
 
         out, keys, values = jax.shard_map(
             island,
@@ -90,12 +117,40 @@ class PagedAttention(eqx.Module):
                 pool_spec,
                 pool_spec,
                 plan.spec("batch row_pages", self.table.shape),
-                plan.spec("batch seq", context.positions.shape),
+                # Of all devices' tokens: gathered once for all layers, not in each.
+                PartitionSpec(rows, None),
                 PartitionSpec(),
             ),
             out_specs=(plan.spec(out_dims, q.shape), pool_spec, pool_spec),
         )(q, k, v, state.keys, state.values, self.table, context.positions, jnp.asarray(layer, jnp.int32))
         return out, PagePool(keys, values)
+
+
+def _pass_queries(
+    attend: Callable[[Array, Array], Partial],
+    q: Float[Array, "batch share heads head_dim"],
+    positions: Int[Array, "batch seq"],
+    devices: int,
+) -> Float[Array, "batch share heads head_dim"]:
+    """Each device's queries over all devices' slots; `positions` are those of all queries, ranks in turn."""
+    batch, share, heads, head_dim = q.shape
+    q = lax.all_gather(q, "context", axis=2)
+    positions = positions.reshape(batch, devices, share).swapaxes(1, 2)
+    # Tiles of queries that follow each other in the text, each against the pages up to its newest token's.
+    rows = next(n for n in range(min(share, max(QUERY_TILE // devices, 1)), 0, -1) if share % n == 0)
+
+    def tile(x: Array, dims: tuple[int, ...]) -> Array:
+        return jnp.moveaxis(x.reshape(batch, share // rows, rows * devices, *dims), 1, 0)
+
+    partial = lax.map(lambda tiles: attend(*tiles), (tile(q, (heads, head_dim)), tile(positions, ())))
+
+    def to_senders(x: Array, dims: tuple[int, ...]) -> Array:
+        """Devices where a message to all of them has heads."""
+        x = jnp.moveaxis(x, 0, 1).reshape(batch, share, devices, heads, *dims)
+        return x.swapaxes(2, 3).reshape(batch, share * heads, devices, *dims)
+
+    partial = Partial(to_senders(partial.out, (head_dim,)), to_senders(partial.lse, ()))
+    return tree_combine(partial, "context", scheme="all_to_all").out.reshape(batch, share, heads, head_dim)
 
 
 def head_scheme(plan: Plan, shape: tuple[int, ...]) -> Scheme:

@@ -42,22 +42,27 @@ def lookup(
     """The rows of a table at `tokens`, in `dtype`.
 
     Where the vocabulary is split, each device looks up the ids that it holds and one sum joins them: no device ever
-    gathers the vocabulary.
+    gathers the vocabulary. An axis that splits tokens too deals out its sum by tokens.
     """
     axes = plan.axes("vocab", table.shape[0], "parameters")
     if not axes:
         return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
-    rows = plan.spec("batch seq", tokens.shape)
+    batch, seq = (plan.axes(dim, size) for dim, size in zip(("batch", "seq"), tokens.shape, strict=True))
+    dealt = tuple(axis for axis in seq if axis in axes)
+    whole = tuple(axis for axis in axes if axis not in dealt)
 
     def on_device(table, ids):
         local = ids - jax.lax.axis_index(axes) * table.shape[0]
         held = (local >= 0) & (local < table.shape[0])
         found = jnp.take(table, jnp.where(held, local, 0), axis=0, mode="clip").astype(dtype)
-        return jax.lax.psum(jnp.where(held[..., None], found, 0), axes)
+        found = jnp.where(held[..., None], found, 0)
+        if dealt:
+            found = jax.lax.psum_scatter(found, dealt, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(found, whole) if whole else found
 
     return jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(PartitionSpec(axes, None), rows),
-        out_specs=PartitionSpec(*rows, None),
+        in_specs=(PartitionSpec(axes, None), PartitionSpec(batch, tuple(axis for axis in seq if axis not in dealt))),
+        out_specs=PartitionSpec(batch, seq, None),
     )(table, tokens)

@@ -89,6 +89,22 @@ def from_order(x: AnyArray, order: Order, p: int, *, dim: int = 1) -> AnyArray:
     return _stack(early, _reversed(late, dim), dim).reshape(x.shape)
 
 
+def dealt_tokens(starts: Int[Array, "batch"], p: int, length: int) -> Int[Array, "batch seq"]:
+    """Which token of a run stands at each place when runs of `length` tokens are dealt to `p` ranks, ranks in turn.
+
+    Row b's run begins at position `starts[b]`, and position t goes to rank t mod p, so a run that goes on where another
+    ended is in the same striped order. `length` is a multiple of p.
+    """
+    ranks, places = jnp.arange(p, dtype=jnp.int32), jnp.arange(length // p, dtype=jnp.int32)
+    first = (ranks[None, :] - starts[:, None]) % p
+    return (places[None, None, :] * p + first[:, :, None]).reshape(starts.shape[0], length)
+
+
+def dealt_places(starts: Int[Array, "batch"], p: int, length: int, tokens: Int[Array, "batch"]) -> Int[Array, "batch"]:
+    """Where one token of each run stands: the inverse of `dealt_tokens`."""
+    return (starts + tokens) % p * (length // p) + tokens // p
+
+
 def _halves(x: AnyArray, dim: int) -> tuple[AnyArray, AnyArray]:
     index = (slice(None),) * dim
     return x[(*index, 0)], x[(*index, 1)]

@@ -95,8 +95,21 @@ RULES: dict[Table, dict[Role, dict[str, Rule]]] = {
             "vocab": Rule(spread=("tensor",)),
         },
     },
-    # At rest prefill has decode's layout; what a long chunk gathers is decided where the layer runs.
-    "prefill": _DECODE,
+    # A long chunk of a prompt: its tokens are spread over context. At rest all is where decode has it, and a layer's
+    # weights are gathered while it runs.
+    "prefill": {
+        "activations": {
+            "batch": _BATCH,
+            "seq": Rule(spread=("context",)),
+            "heads": _TENSOR,
+            "kv_heads": _TENSOR,
+            "out_heads": _TENSOR,
+            "mlp": _TENSOR,
+            "vocab": Rule(spread=("tensor", "context")),
+            **_STATE,
+        },
+        "parameters": _DECODE["parameters"],
+    },
     "decode": _DECODE,
 }
 

@@ -1,4 +1,4 @@
-"""A matrix as a training step multiplies by it.
+"""A matrix as a training step, or a long chunk of a prompt, multiplies by it.
 
 At rest a matrix is split over devices that also split the batch (arXiv 1910.02054, 2304.11277). `TrainedWeight` makes
 it whole only while a product runs, forward and again backward, so that nothing kept for the backward pass is a whole

@@ -48,8 +48,8 @@ def test_turns_read_only_what_is_new_and_answer_as_if_read_whole(engine, checkpo
     appended = []
     append = engine.append_program
 
-    def counting(rows, chunk):
-        program = append(rows, chunk)
+    def counting(rows, chunk, **options):
+        program = append(rows, chunk, **options)
 
         def run(model, state, index, tokens, count):
             appended.append(int(count.sum()))

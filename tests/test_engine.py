@@ -75,7 +75,7 @@ def test_prefill_and_decode_equal_one_pass(folder, mesh, oracle, sizes):
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 16])
 def test_any_chunk_size_gives_the_same_logits(folder, mesh, oracle, chunk, monkeypatch):
-    from infer import engine as module
+    from infer import chunks as module
 
     monkeypatch.setattr(module, "PREFILL_CHUNKS", (chunk,))
     rows, logits = oracle

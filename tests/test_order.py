@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layers.order import ORDERS, from_order, order_divisor, order_positions, rank_positions, to_order
+from layers.order import (
+    ORDERS,
+    dealt_places,
+    dealt_tokens,
+    from_order,
+    order_divisor,
+    order_positions,
+    rank_positions,
+    to_order,
+)
 
 
 def test_orders_by_hand():
@@ -38,6 +47,19 @@ def test_positions_are_the_tokens_moved(order, p):
     for rank in range(p):
         mine = jax.jit(lambda rank: rank_positions(order, p, rank, length // p))(rank)  # noqa: B023
         assert np.asarray(mine).tolist() == moved.reshape(p, -1)[rank].tolist()
+
+
+@pytest.mark.parametrize("p", [1, 2, 5])
+def test_runs_that_go_on_are_dealt_to_the_ranks_of_their_positions(p):
+    starts, length = jnp.arange(7), 4 * p
+    tokens = np.asarray(dealt_tokens(starts, p, length))
+    assert tokens[0].tolist() == np.asarray(order_positions("striped", p, length)).tolist()
+    for start, row in zip(range(7), tokens, strict=True):
+        assert sorted(row.tolist()) == list(range(length))
+        assert ((start + row) % p == np.repeat(np.arange(p), 4)).all()
+        for token in (0, p - 1, length - 1):
+            place = dealt_places(jnp.array([start]), p, length, jnp.array([token]))
+            assert row[int(place[0])] == token
 
 
 def test_lengths_that_do_not_divide():

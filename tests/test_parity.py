@@ -173,6 +173,7 @@ def test_logits_at_every_length(tmp_path: Path, plan: Plan, family: str, number:
 def test_decoding_token_by_token(tmp_path: Path, mesh: Callable[..., Any], family: str) -> None:
     """Through the cache, on four devices: windows and norms hold there too."""
     from configs.precision import Precision
+    from infer.chunks import Chunks
     from infer.engine import Engine
 
     config = grid(family)[1] | ({"sliding_window": 7} if family == "mistral" else {})
@@ -188,6 +189,11 @@ def test_decoding_token_by_token(tmp_path: Path, mesh: Callable[..., Any], famil
         rows.append(np.asarray(found)[0])
     scale = max(1.0, float(np.abs(right).max()) / 10)
     assert np.abs(np.stack(rows) - right[14:]).max() <= 1e-4 * scale
+    # In chunks spread over the devices: the first by a ring, the others against the cache.
+    engine.chunks = Chunks(8, least=1)
+    for length in (8, 21):
+        found, _ = engine.append(engine.empty_state(), [list(map(int, ids[0, :length]))])
+        assert np.abs(np.asarray(found)[0] - right[length - 1]).max() <= 1e-4 * scale, length
 
 
 @pytest.mark.parametrize("family", FAMILIES)
