@@ -1,14 +1,17 @@
 """The engine under load: `python -m bench.engine CHECKPOINT`.
 
 One CPU device, float32. Tokens a second of eight requests together over one alone; time to the first token of a 4k
-prompt beside transformers; the longest waits between tokens of a running request while a 4k prompt is read.
+prompt beside transformers; the longest waits between tokens of a running request while a 4k prompt is read; the host's
+time a step beside the program's.
 Writes bench/results/engine.md.
 """
 
 import argparse
 import statistics
 import time
+from typing import Any
 
+import jax
 import numpy as np
 
 from bench.decode import transformers_model
@@ -72,6 +75,35 @@ def waits(engine: Engine, *, beside: bool) -> list[float]:
     return list(np.diff(times[4:]))
 
 
+def host(engine: Engine) -> tuple[float, float]:
+    """Seconds of one step of a streamed request outside its program, and to launch a program that does nothing."""
+    scheduler = Scheduler(engine)
+    scheduler.submit(prompt(16), RequestConfig(max_new_tokens=120), streamed=True)
+    for _ in range(20):
+        scheduler.step()
+    program: Any = engine.decode_program()
+    inside, outside, launches = [], [], []
+    compiled = program.compiled
+
+    def timed(*arguments):
+        started = time.perf_counter()
+        results = jax.block_until_ready(compiled(*arguments))
+        inside.append(time.perf_counter() - started)
+        return results
+
+    program.compiled = timed
+    for _ in range(80):
+        started = time.perf_counter()
+        scheduler.step()
+        outside.append(time.perf_counter() - started - inside[-1])
+    none = engine.put(np.int32(0))
+    for _ in range(80):
+        scheduler.state, _ = program(engine.model, scheduler.state, none)
+        launches.append(inside[-1])
+    program.compiled = compiled
+    return statistics.median(outside), statistics.median(launches)
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine")
@@ -105,15 +137,20 @@ def main() -> None:
             theirs(),
             float(np.median(waits(two, beside=False))),
             float(np.percentile(waits(two, beside=True), 95)),
+            *host(single),
         )
         for _ in range(arguments.rounds + 1)
     ][1:]
-    one, together, own, other, idle, busy = (statistics.median(column) for column in zip(*rounds, strict=True))
+    one, together, own, other, idle, busy, outside, launch = (
+        statistics.median(column) for column in zip(*rounds, strict=True)
+    )
     chunk = own / (LONG / 256)
     figures = {
         "eight_over_one": together / one,
         "first_token_over_transformers": own / other,
         "p95_over_twice_idle_plus_a_chunk": busy / (2 * idle + chunk),
+        "host_ms_a_step": 1e3 * outside,
+        "launch_ms": 1e3 * launch,
     }
     publish(
         "engine",
@@ -139,6 +176,12 @@ def main() -> None:
                         f"{busy:.3f}",
                         f"{2 * idle + chunk:.3f} twice idle plus a chunk",
                         f"{busy / (2 * idle + chunk):.2f}x",
+                    ],
+                    [
+                        "host time of a decode step outside its program, ms",
+                        f"{1e3 * outside:.2f}",
+                        f"{1e3 * launch:.2f} to launch an empty program",
+                        "",
                     ],
                 ],
             ),

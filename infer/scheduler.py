@@ -9,7 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -85,6 +85,8 @@ class Scheduler:
         self._kept: set[int] = set()
         """Rows of sessions, also between their requests."""
         self._events: list[Event] = []
+        self._counts: dict[int, Any] = {}
+        """Numbers of steps, on the devices already: to put one there takes longer than to decide on it."""
 
     @property
     def is_idle(self) -> bool:
@@ -275,7 +277,9 @@ class Scheduler:
         patient = not (self._waiting or any(request and request not in running for request in self._rows))
         steps = MAX_STEPS if patient and not any(request.streamed for request in running) else 1
         program = self.engine.decode_program(*least_program([request.config for request in running]))
-        self.state, drawn = program(self.engine.model, self.state, self.engine.put(np.int32(steps)))
+        if steps not in self._counts:
+            self._counts[steps] = self.engine.put(np.int32(steps))
+        self.state, drawn = program(self.engine.model, self.state, self._counts[steps])
         self._tell(drawn, np.arange(self.engine.batch))
 
     def _tell(self, drawn: Drawn, rows: np.ndarray) -> None:

@@ -21,14 +21,23 @@ class Program:
 
     def __init__(self, function: Callable[..., Any], kept: Any, state: Any, *inputs: Any):
         data, static = zip(*(eqx.partition(tree, _is_data) for tree in (kept, state, inputs)), strict=True)
+        kept_arrays, structure = jax.tree.flatten(data[0])
 
-        def run(kept_data, state_data, inputs_data):
-            kept, state, inputs = map(eqx.combine, (kept_data, state_data, inputs_data), static)
+        def run(kept_arrays, state_data, inputs_data):
+            data = jax.tree.unflatten(structure, kept_arrays), state_data, inputs_data
+            kept, state, inputs = map(eqx.combine, data, static)
             return function(kept, state, *inputs)
 
-        self.compiled = jax.jit(run, donate_argnums=1).lower(*data).compile()
+        self.compiled = jax.jit(run, donate_argnums=1).lower(kept_arrays, *data[1:]).compile()
         """What XLA made: `as_text()`, `memory_analysis()`."""
+        self._only_data = all(map(_is_data, jax.tree.leaves((state, inputs))))
+        self._kept: Any = None
+        self._kept_arrays: list[Any] = []
 
     def __call__(self, kept: Any, state: Any, *inputs: Any) -> Any:
         """Runs on arrays; static parts of the arguments are those of compile time."""
-        return self.compiled(*(eqx.filter(tree, eqx.is_array) for tree in (kept, state, inputs)))
+        # A model has hundreds of arrays, and stays the same from call to call: taking it apart costs a millisecond.
+        if kept is not self._kept:
+            self._kept, self._kept_arrays = kept, jax.tree.leaves(eqx.filter(kept, eqx.is_array))
+        data = (state, inputs) if self._only_data else eqx.filter((state, inputs), eqx.is_array)
+        return self.compiled(self._kept_arrays, *data)

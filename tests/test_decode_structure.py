@@ -71,9 +71,9 @@ def test_a_step_reads_each_weight_and_each_filled_page_once(mesh, context, unrol
         loops=lambda source: filled if "cached_attention" in source else 1,
     )
     arguments = program.parameters.values()
-    weights = sum(x.bytes for x in arguments if x.source.startswith("kept_data"))
+    weights = sum(x.bytes for x in arguments if x.source.startswith("kept"))
     cache = sum(x.bytes for x in arguments if ".pools" in x.source) * filled // engine.group_pages
     # Beside the pages a few numbers, where a new token's slot is written.
     assert cache <= program.read_bytes(lambda path: ".pools" in path) <= 1.01 * cache
-    read = program.read_bytes(lambda path: path.startswith("kept_data") or ".pools" in path)
+    read = program.read_bytes(lambda path: path.startswith("kept") or ".pools" in path)
     assert least <= read / (weights + cache) <= most
