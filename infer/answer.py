@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.sampling import RequestConfig
-from infer.scheduler import Event, Scheduler, TokenLogprob
+from infer.request import Event, TokenLogprob
+from infer.scheduler import Scheduler
 from infer.text import TextStream
 from models.tokenizer import Tokenizer
 

@@ -10,7 +10,8 @@ from configs.infer import ChatOptions
 from configs.sampling import RequestConfig
 from infer.answer import Answer
 from infer.load import load, say
-from infer.scheduler import Scheduler, Session
+from infer.request import Session
+from infer.scheduler import Scheduler
 from models.load import open_model
 from models.tokenizer import Tokenizer
 

@@ -31,7 +31,8 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     """
     from infer.answer import Answer
     from infer.load import load, say
-    from infer.scheduler import Scheduler, least_program
+    from infer.request import least_program
+    from infer.scheduler import Scheduler
     from models.load import open_model
 
     request = options.request()

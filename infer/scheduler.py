@@ -2,74 +2,21 @@
 
 A request waits until a row and the pages for all its tokens are free, then its prompt is appended chunk by chunk,
 between which running rows decode, so that no row stalls for longer than a chunk. A row that ends gives its pages back
-at once.
+at once. Full pages of a prompt that another request has read already are shared and not read again.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from configs.sampling import RequestConfig
 from infer.engine import MAX_STEPS, Drawn, Engine
-from infer.pages import Pages
+from infer.pages import Pages, page_keys
+from infer.request import Event, FinishReason, Request, Session, TokenLogprob, least_program
 from infer.rows import Rows
-from infer.sampling import Kind
-
-FinishReason = Literal["stop", "length", "cancelled"]
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """Of the raw distribution, before penalties and temperature."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """The likeliest tokens with their log-probabilities."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """One token of one request, or its end without one."""
-
-    request: int
-    token: int | None
-    finish_reason: FinishReason | None
-    """Set on a request's last event."""
-    logprob: TokenLogprob | None = None
-
-
-@dataclass(eq=False)
-class Session:
-    """A row that outlives its requests, so that a conversation's next turn reads only what is new.
-
-    Only one request at a time may use it; `Scheduler.close` gives its row and pages back.
-    """
-
-    row: int | None = None
-    pages: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    """What the row's cache holds."""
-
-
-@dataclass(eq=False)
-class _Request:
-    number: int
-    prompt: list[int]
-    config: RequestConfig
-    end_ids: frozenset[int]
-    budget: int
-    pages: int
-    streamed: bool
-    session: Session
-    kept: bool
-    """Whether the session is the caller's, and stays."""
-    done: int = 0
-    """Tokens of the prompt that the cache holds."""
-    drawn: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -80,8 +27,8 @@ class Scheduler:
         self.state = engine.empty_state()
         self.pages = Pages(engine.groups, engine.group_pages)
         self._numbers = itertools.count()
-        self._waiting: deque[_Request] = deque()
-        self._rows: list[_Request | None] = [None] * engine.batch
+        self._waiting: deque[Request] = deque()
+        self._rows: list[Request | None] = [None] * engine.batch
         self._kept: set[int] = set()
         """Rows of sessions, also between their requests."""
         self._events: list[Event] = []
@@ -101,10 +48,13 @@ class Scheduler:
         end_ids: Collection[int] = (),
         streamed: bool = False,
         session: Session | None = None,
+        caller: str = "",
     ) -> int:
         """Queues a request; returns its number. `streamed` says that somebody waits for single tokens.
 
-        With a `session`, the tokens that the prompt has in common with what the session's row holds are not read again.
+        Where texts of one `caller` begin alike, full pages are read once. Another caller's are never used: the time of
+        an answer would tell what was asked. With a `session`, the tokens that the prompt has in common with what the
+        session's row holds are not read again.
 
         A row stops at any of `end_ids` ("stop"), or after max_new_tokens or at the engine's capacity ("length").
 
@@ -128,7 +78,7 @@ class Scheduler:
             )
         # Checked here, so that a wrong bias is refused before anything runs.
         Rows.of_request(prompt, budget, end_ids, config.sampling, vocab)
-        request = _Request(
+        request = Request(
             next(self._numbers),
             list(prompt),
             config,
@@ -138,6 +88,8 @@ class Scheduler:
             streamed,
             session or Session(),
             session is not None,
+            caller,
+            page_keys(caller, prompt, engine.page_tokens) if session is None else [],
         )
         if budget == 0:
             self._events.append(Event(request.number, None, "length"))
@@ -177,7 +129,7 @@ class Scheduler:
         """Gives a session's row and pages back."""
         if session.row is not None:
             assert self._rows[session.row] is None, "a request still uses the session"
-            self.pages.give_back(session.row // self.engine.group_rows, session.pages)
+            self.pages.give_back(self._group(session.row), session.pages)
             self._kept.discard(session.row)
         session.row, session.pages, session.tokens = None, [], []
 
@@ -188,7 +140,10 @@ class Scheduler:
         # The cache holds what was appended; the last token drawn is not in it yet.
         request.session.tokens = request.prompt[: request.done] + request.drawn[:-1]
         if not request.kept:
-            self.close(request.session)
+            session = request.session
+            keys = page_keys(request.caller, session.tokens, self.engine.page_tokens)
+            self.pages.remember(self._group(row), keys, session.pages[: len(keys)])
+            self.close(session)
 
     def _admit(self) -> None:
         """In order of arrival: a request that does not fit yet lets none pass it."""
@@ -198,54 +153,81 @@ class Scheduler:
             session = request.session
             missing = max(request.pages - len(session.pages), 0)
             rows = [session.row] if session.row is not None else range(engine.batch)
+            shared = [self.pages.find(group, self._shareable(request)) for group in range(engine.groups)]
             fitting = [
                 row
                 for row in rows
                 if self._rows[row] is None
                 and (row == session.row or row not in self._kept)
-                and self._free(row) >= missing
+                and self.pages.fits(self._group(row), shared[self._group(row)], missing)
             ]
             if not fitting:
                 return
-            # The group with most free pages, so that groups fill evenly.
-            row = max(fitting, key=self._free)
+            # The group with most of the prompt, then that with most free pages, so that groups fill evenly.
+            row = max(fitting, key=lambda row: (len(shared[self._group(row)]), self.pages.free(self._group(row))))
+            group = self._group(row)
             self._waiting.popleft()
             self._rows[row] = request
             session.row = row
             if request.kept:
                 self._kept.add(row)
-            session.pages += self.pages.take(row // engine.group_rows, missing)
+            self.pages.share(group, shared[group])
+            session.pages += shared[group] + self.pages.take(group, missing - len(shared[group]))
             # At least one token is read anew: the next one is drawn from its logits.
             same = itertools.takewhile(
                 lambda pair: pair[0] == pair[1], zip(session.tokens, request.prompt, strict=False)
             )
             request.done = min(len(list(same)), len(request.prompt) - 1)
-            table = np.zeros(engine.row_pages, np.int32)
-            table[: len(session.pages)] = session.pages
-            new = Rows.of_request(
-                request.prompt, request.budget, request.end_ids, request.config.sampling, engine.model.config.vocab
-            )
-            self.state = engine.admit_program()(
-                engine.model,
-                self.state,
-                engine.put(np.int32(row)),
-                engine.put(np.int32(request.done)),
-                engine.put(table),
-                engine.put(new),
-            )
+            request.done = max(request.done, len(shared[group]) * engine.page_tokens)
+            self._place(row, request)
 
-    def _free(self, row: int) -> int:
-        return self.pages.free(row // self.engine.group_rows)
+    def _place(self, row: int, request: Request) -> None:
+        """Tells the devices of a request's row."""
+        engine = self.engine
+        table = np.zeros(engine.row_pages, np.int32)
+        table[: len(request.session.pages)] = request.session.pages
+        new = Rows.of_request(
+            request.prompt, request.budget, request.end_ids, request.config.sampling, engine.model.config.vocab
+        )
+        self.state = engine.admit_program()(
+            engine.model,
+            self.state,
+            engine.put(np.int32(row)),
+            engine.put(np.int32(request.done)),
+            engine.put(table),
+            engine.put(new),
+        )
+
+    def _shareable(self, request: Request) -> list[bytes]:
+        """The prompt's pages before its last token, which is always read."""
+        return request.keys[: (len(request.prompt) - 1) // self.engine.page_tokens]
+
+    def _share(self, row: int, request: Request) -> None:
+        """Takes over pages that became known while the request waited for its turn to be read."""
+        group, pages = self._group(row), request.session.pages
+        shared = self.pages.find(group, self._shareable(request))
+        if len(shared) * self.engine.page_tokens > request.done:
+            self.pages.share(group, shared)
+            self.pages.give_back(group, pages[: len(shared)])
+            pages[: len(shared)] = shared
+            request.done = len(shared) * self.engine.page_tokens
+            self._place(row, request)
+
+    def _group(self, row: int) -> int:
+        return row // self.engine.group_rows
 
     def _prefill(self) -> None:
         """One chunk of the oldest unfinished prompt of each group."""
         engine = self.engine
-        chosen: list[tuple[int, int, _Request]] = []
+        chosen: list[tuple[int, int, Request]] = []
         for group in range(engine.groups):
             rows = range(group * engine.group_rows, (group + 1) * engine.group_rows)
             unfinished = [(r.number, row, r) for row in rows if (r := self._rows[row]) and r.done < len(r.prompt)]
             if unfinished:
                 _, row, request = min(unfinished)
+                if not request.begun:
+                    self._share(row, request)
+                    request.begun = True
                 chosen.append((group, row, request))
         if not chosen:
             return
@@ -263,6 +245,9 @@ class Scheduler:
             done[group] = request.done == len(request.prompt)
         append = engine.append_program(engine.groups, size, fresh=fresh)
         self.state, logits = append(engine.model, self.state, engine.put(index), engine.put(tokens), engine.put(count))
+        for group, _, request in chosen:
+            full = min(request.done // engine.page_tokens, len(request.keys))
+            self.pages.remember(group, request.keys[:full], request.session.pages[:full])
         if done.any():
             ended = [request for group, _, request in chosen if done[group]]
             start = engine.start_program(*least_program([request.config for request in ended]))
@@ -305,12 +290,3 @@ class Scheduler:
             self._events.append(Event(request.number, token, reason, logprob))
             if reason is not None:
                 self._leave(row)
-
-
-def least_program(configs: Sequence[RequestConfig]) -> tuple[Kind, int | None]:
-    """What `Engine.decode_program` must be able to do for these requests: choice of tokens, and alternatives."""
-    sampling = [config.sampling for config in configs]
-    kind: Kind = "greedy" if all(one.is_plain and one.temperature == 0 for one in sampling) else "temperature"
-    if not all(one.is_plain for one in sampling):
-        kind = "full"
-    return kind, max((config.logprobs for config in configs if config.logprobs is not None), default=None)
