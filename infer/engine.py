@@ -121,8 +121,7 @@ class Engine:
         return EngineState(
             cache=DecodeState(
                 pools=empty_pools(
-                    config,
-                    self.model.places,
+                    self.model,
                     pages=self.groups * self.group_pages,
                     page_tokens=self.page_tokens,
                     dtype=jnp.dtype(self.precision.cache),

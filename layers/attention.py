@@ -50,7 +50,7 @@ class Context(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions, and norms on queries and keys where a family has them."""
 
     q: Linear
     k: Linear
@@ -58,10 +58,21 @@ class Attention(eqx.Module):
     out: Linear
     rope: RopeConfig = eqx.field(static=True)
     mask: Mask = eqx.field(static=True)
+    q_norm: Callable[[Array], Array] | None = None
+    """What normalises each head's query before it is rotated, a module over `head_dim`; None for nothing."""
+    k_norm: Callable[[Array], Array] | None = None
+    """The same for keys."""
 
     @staticmethod
-    def init(sizes: dict[str, int], *, rope: RopeConfig, mask: Mask = Mask(), key: PRNGKeyArray) -> "Attention":
-        """From the sizes of `embed`, `heads`, `kv_heads` and `head_dim`."""
+    def init(
+        sizes: dict[str, int],
+        *,
+        rope: RopeConfig,
+        mask: Mask = Mask(),
+        norm: Callable[[], Callable[[Array], Array]] | None = None,
+        key: PRNGKeyArray,
+    ) -> "Attention":
+        """From the sizes of `embed`, `heads`, `kv_heads` and `head_dim`; `norm` makes a norm of queries or keys."""
         q_key, k_key, v_key, out_key = jax.random.split(key, 4)
         sizes = {**sizes, "out_heads": sizes["heads"]}
         return Attention(
@@ -71,13 +82,19 @@ class Attention(eqx.Module):
             out=Linear.init("out_heads head_dim -> embed", sizes, key=out_key),
             rope=rope,
             mask=mask,
+            q_norm=None if norm is None else norm(),
+            k_norm=None if norm is None else norm(),
         )
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, state: Any, layer: Int[Array, ""] | int
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """The layer's output, and its state after these tokens."""
-        q = rotate(self.q(x), context.positions, self.rope)
-        k = rotate(self.k(x), context.positions, self.rope)
+        q, k = self.q(x), self.k(x)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        q, k = rotate(q, context.positions, self.rope), rotate(k, context.positions, self.rope)
         mixed, state = context.attend(q, k, self.v(x), mask=self.mask, context=context, state=state, layer=layer)
         return self.out(mixed), state

@@ -119,7 +119,7 @@ def match(source: Source, config: ModelConfig, dtype: np.dtype | None) -> dict[s
     for name, pattern in families()[config.family].names(config).items():
         shape = shapes[name]
         stacked = "{layer}" in pattern
-        layers = range(int(name.split(".")[2]), config.layers, model.places) if stacked else [0]
+        layers = model.layers_at(int(name.split(".")[2])) if stacked else [0]
         wanted = [source.stored_name(pattern.format(layer=layer)) for layer in layers]
         found = [(stored, source.tensors[stored]) for stored in wanted if stored in source.tensors]
         missing += [stored for stored in wanted if stored not in source.tensors]

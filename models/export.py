@@ -160,7 +160,7 @@ def _parameters(checkpoint: Path, config: ModelConfig) -> dict[str, _Parameter]:
     found = {}
     for name, pattern in families()[config.family].names(config).items():
         stacked = "{layer}" in pattern
-        layers = range(int(name.split(".")[2]), config.layers, model.places) if stacked else [0]
+        layers = model.layers_at(int(name.split(".")[2])) if stacked else [0]
         tensors = tuple(pattern.format(layer=layer) for layer in layers)
         shape = joined_heads(unstacked(dims[name]), arrays[name].shape[1 if stacked else 0 :])
         found[name] = _Parameter(tensors, shape, DTYPES[str(stored[name].dtype)], stacked)

@@ -48,26 +48,35 @@ class Stacked(eqx.Module):
     """The blocks of each place in the pattern stacked over periods, run by one scan: compiles once, trains."""
 
     places: tuple[Any, ...] = stacked_field()
+    rest: tuple[Any, ...] = ()
+    """The blocks of a last period that breaks off, each by itself. Stacked with the others they would have to be sliced
+    out for the scan, and XLA copies slices."""
 
     @property
     def periods(self) -> int:
-        """How often the pattern repeats."""
+        """How often the whole pattern repeats."""
         return jax.tree.leaves(self.places)[0].shape[0]
 
     def __call__(self, x: Array, context: Context, states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
-        """Runs all periods in order. States are the scan's carry, so they are updated in place."""
+        """Runs all layers in order. States are the scan's carry, so they are updated in place."""
 
         arrays, static = eqx.partition(self.places, eqx.is_array)
 
         def period(carry, inputs):
             x, states = carry
             arrays, index = inputs
-            return _run_period(eqx.combine(arrays, static), x, context, states, index), None
+            return _run_blocks(eqx.combine(arrays, static), x, context, states, index), None
+
+        def last(x, states):
+            return _run_blocks(self.rest, x, context, states, 0)
 
         if context.remat is not None:
-            period = context.remat(period)
-        (x, states), _ = jax.lax.scan(period, (x, states), (arrays, jnp.arange(self.periods)))
-        return x, states
+            period, last = context.remat(period), context.remat(last)
+        whole, broken = states[: len(self.places)], states[len(self.places) :]
+        (x, whole), _ = jax.lax.scan(period, (x, whole), (arrays, jnp.arange(self.periods)))
+        if self.rest:
+            x, broken = last(x, broken)
+        return x, whole + broken
 
 
 class Unrolled(eqx.Module):
@@ -76,17 +85,26 @@ class Unrolled(eqx.Module):
     XLA on CPU copies each layer's slice out of stacked weights; separate arrays decode 1.5 to 2.5 times faster there.
     """
 
-    blocks: tuple[tuple[Any, ...], ...]
-    """Periods, each one block a place."""
+    places: tuple[tuple[Any, ...], ...]
+    """Of each place in the pattern, the blocks of all periods."""
+    rest: tuple[Any, ...] = ()
+    """The blocks of a last period that breaks off."""
+
+    @property
+    def periods(self) -> int:
+        """How often the whole pattern repeats."""
+        return len(self.places[0])
 
     def __call__(self, x: Array, context: Context, states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
-        """Runs all periods in order."""
-        for index, blocks in enumerate(self.blocks):
-            x, states = _run_period(blocks, x, context, states, index)
-        return x, states
+        """Runs all layers in order."""
+        whole, broken = states[: len(self.places)], states[len(self.places) :]
+        for index, blocks in enumerate(zip(*self.places, strict=True)):
+            x, whole = _run_blocks(blocks, x, context, whole, index)
+        x, broken = _run_blocks(self.rest, x, context, broken, 0)
+        return x, whole + broken
 
 
-def _run_period(blocks: Sequence[Any], x: Array, context: Context, states: tuple[Any, ...], index: Any):
+def _run_blocks(blocks: Sequence[Any], x: Array, context: Context, states: tuple[Any, ...], index: Any):
     after = []
     for block, state in zip(blocks, states, strict=True):
         x, state = block(x, context, state, index)
@@ -101,23 +119,25 @@ def unroll(blocks: Stacked) -> Unrolled:
     split = jax.jit(lambda leaf: tuple(leaf[i] for i in range(leaf.shape[0])))
     parts = [split(leaf) for leaf in leaves]
     periods = [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(blocks.periods)]
-    return Unrolled(tuple(eqx.combine(period, static) for period in periods))
+    return Unrolled(tuple(zip(*(eqx.combine(period, static) for period in periods), strict=True)), blocks.rest)
 
 
 class Transformer(eqx.Module):
     """A decoder-only model. `config` says what it is; families build the blocks."""
 
-    embed: Embedding
+    embed: Any
+    """`layers.embed.Embedding`, or a family's own module with a `table` that is called and unembeds as it does."""
     blocks: Stacked | Unrolled
-    norm: RMSNorm
+    norm: Callable[[Array], Array]
+    """`layers.norm.RMSNorm`, or a family's own."""
     output: Linear | None
     """The output projection, or None where it is the embedding table."""
     config: ModelConfig = eqx.field(static=True)
 
-    @property
-    def places(self) -> int:
-        """Blocks in the repeating pattern."""
-        return len(self.blocks.places if isinstance(self.blocks, Stacked) else self.blocks.blocks[0])
+    def layers_at(self, place: int) -> range:
+        """The numbers of the layers that stand stacked at a place of the repeating pattern."""
+        period = len(self.blocks.places)
+        return range(place, period * self.blocks.periods, period)
 
     def unrolled(self) -> "Transformer":
         """The same model with its blocks as separate arrays."""
@@ -133,9 +153,9 @@ class Transformer(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...]]:
         """Final hidden states of `tokens`, computed in `dtype`, and the decode states after them.
 
-        `states` has one entry a place of the pattern; None trains.
+        `states` has one entry a place of the pattern, and one for each block of a period that breaks off; None trains.
         """
-        states = (None,) * self.places if states is None else states
+        states = (None,) * len(self.blocks.places + self.blocks.rest) if states is None else states
         x = self.embed(tokens, context.plan, dtype)
         x = context.plan.constrain(x, "batch seq embed")
         x, states = self.blocks(x, context, states)
@@ -191,36 +211,39 @@ def init_block(
 def init_transformer(config: ModelConfig, pattern: Sequence[Any], *, key: PRNGKeyArray) -> Transformer:
     """A model whose blocks repeat `pattern`, functions from a key to a block, one a place.
 
-    Raises ValueError where the pattern does not divide the number of layers.
+    The last repetition may break off. With fewer layers than the pattern has places, the model is its beginning.
     """
-    if config.layers % len(pattern):
-        raise ValueError(f"layers {config.layers} is no multiple of the pattern's {len(pattern)} blocks")
+    pattern = pattern[: config.layers]
+    periods, more = divmod(config.layers, len(pattern))
     embed_key, output_key, blocks_key = jax.random.split(key, 3)
-    keys = jax.random.split(blocks_key, (len(pattern), config.layers // len(pattern)))
+    keys = jax.random.split(blocks_key, (len(pattern), periods))
+    rest_keys = jax.random.split(jax.random.fold_in(blocks_key, periods), max(more, 1))
     output = None
     if not config.tie_embeddings:
         output = Linear.init("embed -> vocab", dim_sizes(config), key=output_key)
     return Transformer(
         embed=Embedding.init(config.vocab, config.embed, key=embed_key),
-        blocks=Stacked(tuple(eqx.filter_vmap(make)(place) for make, place in zip(pattern, keys, strict=True))),
+        blocks=Stacked(
+            tuple(eqx.filter_vmap(make)(place) for make, place in zip(pattern, keys, strict=True)),
+            tuple(make(key) for make, key in zip(pattern[:more], rest_keys, strict=False)),
+        ),
         norm=RMSNorm.init("embed", config.embed, eps=config.norm_eps),
         output=output,
         config=config,
     )
 
 
-def empty_pools(
-    config: ModelConfig, places: int, *, pages: int, page_tokens: int, dtype: jnp.dtype
-) -> tuple[PagePool, ...]:
-    """One pool a place of the pattern."""
+def empty_pools(model: Transformer, *, pages: int, page_tokens: int, dtype: jnp.dtype) -> tuple[PagePool, ...]:
+    """The states of the model's layers: one pool a place of the pattern, then one a block of a broken-off period."""
+    config, blocks = model.config, model.blocks
     return tuple(
         PagePool.empty(
-            layers=config.layers // places,
+            layers=layers,
             pages=pages,
             kv_heads=config.kv_heads,
             page_tokens=page_tokens,
             head_dim=config.head_dim,
             dtype=dtype,
         )
-        for _ in range(places)
+        for layers in [blocks.periods] * len(blocks.places) + [1] * len(blocks.rest)
     )

@@ -21,23 +21,33 @@ BLOCK = {
 
 
 def tensor_names(config: ModelConfig, block: dict[str, str], places: int = 1) -> dict[str, str]:
-    """All names of a model whose pattern has `places` blocks of the parameters `block`."""
+    """All names of a model whose pattern has `places` blocks of the parameters `block`.
+
+    The blocks of a last period that breaks off stand by themselves, so their names hold the layer's number.
+    """
     names = {"embed.table": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
     if not config.tie_embeddings:
         names["output.weight"] = "lm_head.weight"
-    for place in range(places):
-        for ours, theirs in block.items():
-            names[f"blocks.places.{place}.{ours}"] = f"model.layers.{{layer}}.{theirs}"
+    places = min(places, config.layers)
+    whole = config.layers // places * places
+    stacks = {f"blocks.places.{place}": "{layer}" for place in range(places)}
+    stacks |= {f"blocks.rest.{layer - whole}": str(layer) for layer in range(whole, config.layers)}
+    for stack, layer in stacks.items():
+        names |= {f"{stack}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
     return names
 
 
 def read_shared(
-    fields: Fields, *, head_dim_default: int | None = None, kv_heads_default: int | None = None
+    fields: Fields,
+    *,
+    head_dim_default: int | None = None,
+    kv_heads_default: int | None = None,
+    activation: str = "silu",
 ) -> dict[str, Any]:
     """The fields of `ModelConfig`, with the defaults that transformers gives them.
 
     Those of some families are numbers; None stands for embed / heads, and for as many key heads as query heads.
-    Raises ValueError for a quantised model and an activation other than SiLU.
+    Raises ValueError for a quantised model and an activation other than `activation`.
     """
     quantised = fields.take("quantization_config", None)
     if quantised is not None:
@@ -46,7 +56,7 @@ def read_shared(
             f"{fields.name} has a quantization_config ({method}): its weights are packed in a form that is not read "
             "here; use the folder of the unquantised model"
         )
-    fields.only("hidden_act", "silu")
+    fields.only("hidden_act", activation)
     fields.only("mlp_bias", False)
     embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", head_dim_default)
@@ -78,7 +88,7 @@ def _kv_heads(fields: Fields, heads: int, default: int | None) -> int:
     return fields.integer("num_key_value_heads", default if absent else heads)
 
 
-def write_shared(config: ModelConfig) -> dict[str, Any]:
+def write_shared(config: ModelConfig, *, activation: str = "silu") -> dict[str, Any]:
     """The fields of config.json that `read_shared` reads, as transformers 5 writes them."""
     return {
         "vocab_size": config.vocab,
@@ -91,6 +101,6 @@ def write_shared(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": "silu",
+        "hidden_act": activation,
         **write_rope(config.rope),
     }
