@@ -1,6 +1,6 @@
 """The published sizes, one table from names to configs."""
 
-from configs import llama, mistral, qwen
+from configs import gemma, llama, mistral, qwen
 from configs.model import ModelConfig
 
 ZOO: dict[str, ModelConfig] = {
@@ -54,4 +54,9 @@ ZOO: dict[str, ModelConfig] = {
     "qwen3-8b": qwen.QWEN3_8B,
     "qwen3-14b": qwen.QWEN3_14B,
     "qwen3-32b": qwen.QWEN3_32B,
+    "gemma-3-270m": gemma.GEMMA_3_270M,
+    "gemma-3-1b": gemma.GEMMA_3_1B,
+    "gemma-3-4b-text": gemma.GEMMA_3_4B_TEXT,
+    "gemma-3-12b-text": gemma.GEMMA_3_12B_TEXT,
+    "gemma-3-27b-text": gemma.GEMMA_3_27B_TEXT,
 }

@@ -5,17 +5,16 @@ moves logits by little. All cases of a family share compiled programs where thei
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from layers.sharding import Plan
+from parity import oracle, ours, right_logits, run
 
 torch = pytest.importorskip("torch")
 
@@ -91,56 +90,6 @@ CASES = [
     for family in FAMILIES
     for number in range(len(GRID))
 ]
-
-
-def oracle(config: Mapping[str, Any], *, seed: int = 0, dtype: Any = torch.float32) -> Any:
-    """transformers' model with every parameter random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = dict(config)
-    loaded = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = AutoModelForCausalLM.from_config(loaded, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            drawn = 0.3 * torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(drawn + 1 if name.endswith("norm.weight") else drawn)
-    return model.to(dtype)
-
-
-def right_logits(model: Any, ids: np.ndarray) -> np.ndarray:
-    with torch.no_grad():
-        return model(torch.tensor(ids), use_cache=False).logits.float().numpy()
-
-
-def ours(folder: Path, model: Any, plan: Plan) -> Any:
-    """Our model of the same weights, through the folder that transformers writes."""
-    from models.load import open_model
-
-    model.save_pretrained(folder / "hf")
-    return open_model(folder / "hf").load(plan, None)
-
-
-def run(model: Any, plan: Plan, ids: np.ndarray, *, dtype: str = "float32") -> np.ndarray:
-    """Logits `[batch seq vocab]`; rows shorter than the longest end in -1, which is padding."""
-    from layers.attention import Context
-    from layers.dense import dense_attention
-
-    def attend(q, k, v, *, mask, context, state, layer):
-        return dense_attention(q, k, v, mask=mask, positions=context.positions, segments=context.segments), state
-
-    steps = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    segments = jnp.asarray(ids >= 0, jnp.int32)
-    context = Context(jnp.where(segments > 0, steps, -1), segments, attend, plan)
-    with jax.default_matmul_precision("highest"):
-        logits = _forward(model, jnp.asarray(np.maximum(ids, 0), jnp.int32), context, jnp.dtype(dtype))
-    return np.asarray(logits, np.float32)
-
-
-@eqx.filter_jit
-def _forward(model, tokens, context, dtype):
-    hidden, _ = model(tokens, context, dtype=dtype)
-    return model.unembed(hidden, context)
 
 
 @pytest.fixture

@@ -66,6 +66,13 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    # The published 4,300,079,472, 12,187,325,040 and 27,432,406,640 without the vision tower's 416,866,032 and its
+    # projection, 1152 x (embed + 1).
+    "gemma-3-4b-text": 3_880_263_168,
+    "gemma-3-12b-text": 11_766_034_176,
+    "gemma-3-27b-text": 27_009_346_304,
 }
 
 MESHES = [

@@ -1,10 +1,10 @@
 """Families of models; importing this package registers those of the zoo."""
 
-from models.families import llama, mistral, qwen2, qwen3
+from models.families import gemma3, llama, mistral, qwen2, qwen3
 from models.families.registry import Family as Family
 from models.families.registry import families as families
 from models.families.registry import family_of as family_of
 from models.families.registry import register_family as register_family
 
-for _module in (llama, mistral, qwen2, qwen3):
+for _module in (llama, mistral, qwen2, qwen3, gemma3):
     register_family(_module.FAMILY)

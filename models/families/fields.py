@@ -26,6 +26,19 @@ class Fields:
         """The file, for errors."""
         self._known: set[str] = set(HARMLESS)
 
+    def with_values(self, **values: Any) -> "Fields":
+        """The same file with other values; what is read there counts as read here."""
+        return self._sharing({**self.raw, **values})
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
+        """The same file with values for fields that are absent; what is read there counts as read here."""
+        return self._sharing({**defaults, **{key: value for key, value in self.raw.items() if value is not None}})
+
+    def _sharing(self, raw: Mapping[str, Any]) -> "Fields":
+        other = Fields(raw, self.name)
+        other._known = self._known
+        return other
+
     def take(self, field: str, default: Any = _REQUIRED) -> Any:
         """The value of a field; raises ValueError where it is absent and has no default. null counts as absent."""
         self._known.add(field)

@@ -1,0 +1,203 @@
+"""Gemma 3: unlike blocks in one pattern, which breaks off where the number of layers is no multiple of its length."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.gemma import Gemma3Config
+from configs.rope import DefaultRope, LinearRope
+from layers.sharding import Plan
+from models.families import families
+from models.families.fields import Fields
+from parity import oracle, ours, right_logits, run
+
+torch = pytest.importorskip("torch")
+
+VOCAB = 96
+LENGTHS = (*range(1, 41), 120)
+"""The last is far past the window."""
+
+
+def config(layers: int = 8, **changes: Any) -> dict[str, Any]:
+    """A tiny one: 8 layers are a period and two more."""
+    return {
+        "model_type": "gemma3_text",
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 7,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **changes,
+    }
+
+
+def near(found: np.ndarray, right: np.ndarray) -> bool:
+    return bool(np.abs(found - right).max() <= 1e-4 * max(1.0, float(np.abs(right).max()) / 10))
+
+
+@pytest.fixture
+def plan(mesh: Callable[..., Any]) -> Plan:
+    return Plan(mesh(), "decode")
+
+
+# Whole periods, one that breaks off, and less than one; the short ones in the default tier.
+@pytest.mark.parametrize(
+    "layers,changes",
+    [
+        (8, {}),
+        pytest.param(12, {"sliding_window": 32, "rope_parameters": None}, marks=pytest.mark.long),
+        pytest.param(4, {"num_key_value_heads": 1}, marks=pytest.mark.long),
+        pytest.param(26, {"head_dim": 8, "tie_word_embeddings": False}, marks=pytest.mark.long),
+    ],
+)
+def test_logits_at_every_length(tmp_path: Path, plan: Plan, layers: int, changes: dict[str, Any]) -> None:
+    model = oracle(config(layers, **changes))
+    mine = ours(tmp_path, model, plan)
+    ids = np.random.default_rng(0).integers(0, VOCAB, (len(LENGTHS), max(LENGTHS)))
+    right = right_logits(model, ids)
+    found = run(mine, plan, np.where(np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None], ids, -1))
+    for row, length in enumerate(LENGTHS):
+        assert near(found[row, :length], right[row, :length]), length
+    assert np.abs(right).max() > 5
+
+
+def test_decoding_token_by_token(tmp_path: Path, mesh: Callable[..., Any]) -> None:
+    """Through the cache, on four devices: windows, angles and the broken-off period hold there too."""
+    from configs.precision import Precision
+    from infer.engine import Engine
+
+    kinds = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+    model = oracle(config(5, layer_types=kinds))
+    plan = Plan(mesh(context=4), "decode")
+    stacked = ours(tmp_path, model, plan)
+    ids = np.random.default_rng(1).integers(0, VOCAB, (1, 24))
+    right = right_logits(model, ids)[0]
+    for mine in (stacked, stacked.unrolled()):
+        engine = Engine(mine, plan, Precision(), batch=1, capacity=64)
+        found, state = engine.append(engine.empty_state(), [list(map(int, ids[0, :15]))])
+        rows = [np.asarray(found)[0]]
+        for token in ids[0, 15:]:
+            found, state = engine.append(state, [[int(token)]])
+            rows.append(np.asarray(found)[0])
+        assert near(np.stack(rows), right[14:])
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path, plan: Plan) -> None:
+    ids = np.random.default_rng(2).integers(0, VOCAB, (8, 40))
+    rounded = oracle(config(2), dtype=torch.bfloat16)
+    exact = right_logits(oracle(config(2), dtype=torch.bfloat16).float(), ids)
+    theirs = right_logits(rounded, ids) - exact
+    mine = run(ours(tmp_path, rounded, plan), plan, ids, dtype="bfloat16") - exact
+    assert 0 < np.sqrt((mine**2).mean()) <= 2 * np.sqrt((theirs**2).mean())
+
+
+@pytest.mark.parametrize("layers", [8, 12])
+def test_there_and_back_bit_for_bit(tmp_path: Path, layers: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from models.convert import convert
+    from models.export import export
+
+    model = oracle(config(layers), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "back", shard_bytes=60_000)
+    back, said = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    theirs = dict(model.named_parameters())
+    assert theirs.keys() == dict(back.named_parameters()).keys()
+    for name, parameter in back.named_parameters():
+        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, theirs[name]), name
+    # Read in float32, since a model that is cast keeps its embeddings' factor as bfloat16 rounded it.
+    theirs, mine = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32") for name in ("hf", "back"))
+    ids = np.random.default_rng(0).integers(0, VOCAB, (1, 60))
+    assert near(right_logits(mine, ids), right_logits(theirs, ids))
+
+
+def read(**fields: Any) -> Gemma3Config:
+    raw = Fields({key: value for key, value in config(**fields).items()}, "config.json")
+    raw.take("model_type")
+    found = families()["gemma3"].from_hf(raw)
+    raw.finish()
+    return found
+
+
+def test_config_json_in_every_spelling() -> None:
+    new = read()
+    assert (new.rope, new.local_theta, new.period, new.window) == (LinearRope(theta=1e6, factor=8.0), 1e4, 6, 7)
+    old = read(
+        rope_parameters=None,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        sliding_window_pattern=6,
+        cache_implementation="hybrid",
+    )
+    assert old == new
+    written = json.loads(json.dumps(families()["gemma3"].to_hf(new)))
+    again = Fields(written, "config.json")
+    assert families()["gemma3"].from_hf(again) == new
+    absent = read(rope_parameters=None)
+    assert absent.rope == DefaultRope(theta=1e6) and absent.local_theta == 1e4 and absent.tie_embeddings
+    local, all_ = "sliding_attention", "full_attention"
+    assert read(layer_types=([local] * 2 + [all_]) * 2 + [local] * 2).period == 3
+    assert read(layer_types=[local] * 8).period == 9
+    for wrong, words in (
+        ({"layer_types": [all_] + [local] * 7}, "supported are runs of 'sliding_attention'"),
+        ({"layer_types": [local]}, "a list of 8 words"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"hidden_activation": "silu"}, "hidden_activation 'silu'"),
+        ({"rope_parameters": {local: {"rope_type": "linear", "factor": 2.0}}}, "layers with a window are not scaled"),
+        ({"sliding_window": 0}, "window 0: it must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read(**wrong)
+
+
+@pytest.mark.long
+def test_training_reaches_the_blocks_of_a_period_that_breaks_off(mesh: Callable[..., Any]) -> None:
+    """One step on four devices changes every parameter, as one on a single device does."""
+    import dataclasses
+
+    import jax
+
+    from configs.precision import Precision
+    from configs.train import OptimizerConfig, StepConfig
+    from models.checkpoint import named_leaves
+    from train.batch import Batch, place
+    from train.step import init_state, step_program
+
+    small = dataclasses.replace(read(), layers=3, period=2, context_length=64)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, VOCAB, (4, 33)).astype(np.int32)
+    after = []
+    for sizes in ({}, {"fsdp": 2, "context": 2}):
+        here = Plan(mesh(**sizes), "train")
+        model = here.init(lambda: families()["gemma3"].init(small, jax.random.key(0)), "parameters")
+        before = {name: np.asarray(leaf) for name, leaf in named_leaves(model).items()}
+        optimizer = OptimizerConfig(kind="sgd", learning_rate=1.0)
+        state = init_state(model, optimizer, here)
+        step = step_program(state, StepConfig(precision=Precision()), optimizer, here, steps=10, batch=4, seq=32)
+        positions = np.broadcast_to(np.arange(32, dtype=np.int32), (4, 32)).copy()
+        batch = Batch(ids[:, :-1], ids[:, 1:], positions, np.ones((4, 32), np.int32))
+        state, metrics = step(None, state, place(batch, here))
+        after.append({name: np.asarray(leaf) for name, leaf in named_leaves(state.model).items()})
+        assert np.isfinite(float(metrics.loss))
+        for name, old in before.items():
+            assert not np.array_equal(after[-1][name], old), name
+    for name, one in after[0].items():
+        assert np.abs(one - after[1][name]).max() <= 1e-5, name
