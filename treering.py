@@ -12,16 +12,35 @@ COMMANDS = {
     "train": ("train.command", "train by a recipe, on any mesh; alone: list the recipes"),
     "verify": ("models.verify_command", "compare a checkpoint with what transformers computes (needs torch)"),
     "zoo": ("models.zoo_command", "list the published sizes"),
+    "check": ("models.check_command", "run our checks on a size or a family of your own"),
     "plot": ("train.plot", "draw the loss of a run, and its loss by position"),
 }
 """Name: the module whose `main(arguments)` runs it, and what it does."""
+PLUGIN = (
+    "--plugin FILE.py  a file that registers families of your own (docs/add-a-model.md), for every command but plot"
+)
 
 
 def usage() -> str:
     """What `treering --help` prints."""
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
-    return f"usage: treering COMMAND ...\n\n{lines}\n\n`treering COMMAND --help` lists a command's options."
+    return f"usage: treering COMMAND ...\n\n{lines}\n\n{PLUGIN}\n\n`treering COMMAND --help` lists a command's options."
+
+
+def without_plugins(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments without each `--plugin FILE`, and those files; ValueError for one without a file."""
+    rest, files = [], []
+    left = iter(arguments)
+    for argument in left:
+        flag, equals, file = argument.partition("=")
+        if flag != "--plugin":
+            rest.append(argument)
+            continue
+        files.append(file if equals else next(left, ""))
+        if not files[-1] or files[-1].startswith("-"):
+            raise ValueError("--plugin needs a file: --plugin my_family.py")
+    return rest, files
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,6 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if name not in COMMANDS:
             raise ValueError(f"unknown command {name!r}: the commands are {', '.join(COMMANDS)}")
+        if name != "plot":
+            # Before the command's own options are read: a recipe of the user's may need what it registers.
+            rest, files = without_plugins(rest)
+            for file in files:
+                importlib.import_module("models.plugin").load_plugin(file)
+            if {"-h", "--help"} & set(rest):
+                print(PLUGIN, end="\n\n")
         return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
     except (ValueError, OSError) as error:
         if os.environ.get("TREERING_TRACEBACK"):

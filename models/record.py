@@ -58,7 +58,9 @@ class Record:
             raise ValueError(f"{name} has format {version}: this version reads format {FORMAT}")
         if raw.get("family") not in families():
             known = ", ".join(sorted(families()))
-            raise ValueError(f"{name} is of family {raw.get('family')!r}: the families here are {known}")
+            raise ValueError(
+                f"{name} is of family {raw.get('family')!r}: the families here are {known} (--plugin FILE adds one)"
+            )
         if raw.get("transforms"):
             raise ValueError(f"{name} lists transforms {raw['transforms']}, which this version does not know")
         try:

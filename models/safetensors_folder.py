@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from models.families.fields import Fields
+from models.families.fields import Fields, read_json
 from models.source import Source, StoredTensor, check_weights_file, identity_of, read_bytes
 
 SINGLE = "model.safetensors"
@@ -144,19 +144,6 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
     if (folder / "additional_chat_templates").is_dir():
         shutil.copytree(folder / "additional_chat_templates", target / "additional_chat_templates")
     return any((target / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises with one line where it is missing or something else."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a JSON {type(raw).__name__} instead of an object")
-    return raw
 
 
 def listing(names: list[str], limit: int = 8) -> str:

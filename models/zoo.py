@@ -3,7 +3,7 @@
 import math
 
 from configs.model import ModelConfig
-from configs.zoo import ZOO
+from models.families import named_sizes
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -14,10 +14,10 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def table() -> str:
-    """One line a size: name, parameters, context, and bytes of keys and values that a token leaves in a bfloat16
-    cache."""
+    """One line a size, those of plugins last: name, parameters, context, and bytes of keys and values that a token
+    leaves in a bfloat16 cache."""
     rows = [("name", "parameters", "context", "KV bytes a token")]
-    for name, config in ZOO.items():
+    for name, config in named_sizes().items():
         rows.append(
             (
                 name,

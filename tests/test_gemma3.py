@@ -95,6 +95,7 @@ def test_decoding_token_by_token(tmp_path: Path, mesh: Callable[..., Any]) -> No
         assert near(np.stack(rows), right[14:])
 
 
+@pytest.mark.long
 def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path, plan: Plan) -> None:
     ids = np.random.default_rng(2).integers(0, VOCAB, (8, 40))
     rounded = oracle(config(2), dtype=torch.bfloat16)
@@ -104,7 +105,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path, plan: Pl
     assert 0 < np.sqrt((mine**2).mean()) <= 2 * np.sqrt((theirs**2).mean())
 
 
-@pytest.mark.parametrize("layers", [8, 12])
+@pytest.mark.parametrize("layers", [8, pytest.param(12, marks=pytest.mark.long)])
 def test_there_and_back_bit_for_bit(tmp_path: Path, layers: int) -> None:
     from transformers import AutoModelForCausalLM
 

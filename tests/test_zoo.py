@@ -4,12 +4,10 @@ import math
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 
 import treering
-from configs.mesh import AXES
 from configs.zoo import ZOO
-from layers.sharding import Plan
+from models.check import MESHES, TABLES, abstract_plan
 from models.checkpoint import abstract_model, named_leaves
 from models.transformer import check_mesh
 from models.zoo import parameter_count
@@ -75,20 +73,6 @@ PARAMETERS = {
     "gemma-3-27b-text": 27_009_346_304,
 }
 
-MESHES = [
-    {},
-    {"context": 8},
-    {"fsdp": 8},
-    {"data": 2, "context": 64},
-    {"fsdp": 16, "context": 16},
-    {"data": 2, "fsdp": 4, "context": 8, "tensor": 2},
-]
-
-
-def plan(table: str, **sizes: int) -> Plan:
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    return Plan(AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES)), table)
-
 
 @pytest.mark.smoke
 def test_every_entry_has_its_published_number_of_parameters() -> None:
@@ -104,10 +88,10 @@ def test_every_entry_builds_and_shards(name: str) -> None:
     for sizes in MESHES:
         if any(getattr(config, dim) % sizes.get("tensor", 1) for dim in ("kv_heads", "heads", "mlp")):
             with pytest.raises(ValueError, match="mesh.tensor 2 does not divide"):
-                check_mesh(config, plan("train", **sizes))
+                check_mesh(config, abstract_plan(sizes, "train"))
             continue
-        for table in ("train", "decode"):
-            here = plan(table, **sizes)
+        for table in TABLES:
+            here = abstract_plan(sizes, table)
             check_mesh(config, here)
             shares = {
                 path: math.prod(leaf.sharding.shard_shape(leaf.shape))

@@ -1,7 +1,6 @@
 """`treering train RECIPE [--dotted.override VALUE]`: runs a recipe, or lists those there are."""
 
 import functools
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from configs.llama import LLAMA_3_2_1B
 from configs.model import ModelConfig
 from configs.recipes import RECIPES
 from configs.run import RunConfig
+from configs.user_file import import_file
 
 
 def main(arguments: list[str]) -> int:
@@ -80,15 +80,7 @@ def find_recipe(name: str) -> Callable[..., RunConfig]:
         raise ValueError(f"unknown recipe {name!r}: the recipes are {', '.join(RECIPES)}, or path/to/recipes.py:NAME")
     if not Path(path).is_file():
         raise ValueError(f"{path} is no file: a recipe of your own is path/to/recipes.py:NAME")
-    spec = importlib.util.spec_from_file_location("_recipes_of_the_user", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for the module they stand in
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # The user's own code.
-        raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    module, _ = import_file(path)
     found = getattr(module, function, None)
     if not callable(found):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

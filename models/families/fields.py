@@ -1,6 +1,8 @@
 """Reading the fields of config.json: each one is read, known to change nothing, refused unless neutral, or unknown."""
 
+import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 _REQUIRED = object()
@@ -86,3 +88,16 @@ class Fields:
                 f"{self.name} has fields that are not known here and may change the arithmetic: {', '.join(unknown)} "
                 f"(treering convert --ignore-fields {names} goes on without them)"
             )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; raises with one line where it is missing or something else."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a JSON {type(raw).__name__} instead of an object")
+    return raw

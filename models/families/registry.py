@@ -1,13 +1,15 @@
 """What a family of models is, and the one table of families."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
 from configs.model import ModelConfig
-from models.families.fields import Fields
+from configs.zoo import ZOO
+from models.families.fields import Fields, read_json
 from models.transformer import Transformer
 
 
@@ -27,23 +29,54 @@ class Family:
     """config to config.json."""
     names: Callable[[Any], Mapping[str, str]]
     """Our parameter paths to Hugging Face tensor names, `{layer}` standing for the layer's number."""
+    sizes: Mapping[str, ModelConfig] = field(default_factory=dict)
+    """Sizes with the names under which `treering zoo` lists them; those of this repository stand in `configs.zoo`."""
 
 
 _FAMILIES: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> None:
-    """Adds a family; raises ValueError for a name or model_type that is taken."""
+    """Adds a family; raises ValueError for a name, a model_type or the name of a size that is taken."""
+    if family.config_class.family != family.name:
+        raise ValueError(
+            f"family {family.name!r}: its config class {family.config_class.__name__} names the family "
+            f"{family.config_class.family!r}, which must be the same"
+        )
     for other in _FAMILIES.values():
-        taken = set(family.model_types) & set(other.model_types)
-        if family.name == other.name or taken:
-            raise ValueError(f"family {family.name!r}: {sorted(taken) or family.name!r} belongs to {other.name!r}")
+        if family.name == other.name:
+            raise ValueError(f"family {family.name!r} is registered already: choose another name")
+        if taken := sorted(set(family.model_types) & set(other.model_types)):
+            raise ValueError(
+                f"family {family.name!r}: the model_type {', '.join(taken)} is that of the family {other.name!r}: "
+                "choose another"
+            )
+    if taken := sorted(set(family.sizes) & set(named_sizes())):
+        raise ValueError(f"family {family.name!r}: the zoo has a size {', '.join(taken)} already: choose another name")
     _FAMILIES[family.name] = family
 
 
 def families() -> Mapping[str, Family]:
     """The registered families by name."""
     return _FAMILIES
+
+
+def named_sizes() -> Mapping[str, ModelConfig]:
+    """All named sizes: those of the zoo, and those that registered families bring."""
+    return {**ZOO, **{name: size for family in _FAMILIES.values() for name, size in family.sizes.items()}}
+
+
+def read_hf_config(path: str | Path) -> ModelConfig:
+    """The architecture that a config.json (or the folder that holds it) describes.
+
+    Raises FileNotFoundError where there is none, ValueError for what it says that is not supported.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    fields = Fields(read_json(file), str(file))
+    config = family_of(fields).from_hf(fields)
+    fields.finish()
+    return config
 
 
 def family_of(fields: Fields) -> Family:
@@ -53,4 +86,6 @@ def family_of(fields: Fields) -> Family:
         if model_type in family.model_types:
             return family
     known = ", ".join(sorted(name for family in _FAMILIES.values() for name in family.model_types))
-    raise ValueError(f"{fields.name} has model_type {model_type!r}: the supported ones are {known}")
+    raise ValueError(
+        f"{fields.name} has model_type {model_type!r}: the supported ones are {known} (--plugin FILE adds one)"
+    )

@@ -1,0 +1,63 @@
+"""Python files of the user's own: families, sizes, recipes."""
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+_PREFIX = "_file_of_the_user_"
+
+
+def import_file(path: str | Path) -> tuple[ModuleType, bool]:
+    """The module at `path`, and whether it was imported now: once, as long as the file stays as it is.
+
+    Files beside it can be imported by it, after everything that is installed; and files that come later can import it
+    by its name. Raises ValueError for what is no Python file, or cannot be imported.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is no file")
+    status = path.stat()
+    version = f"{path.resolve()}:{status.st_mtime_ns}:{status.st_size}"
+    name = _PREFIX + hashlib.sha256(version.encode()).hexdigest()[:16]
+    if name in sys.modules:
+        return sys.modules[name], False
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for the module they stand in
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # The user's own code.
+        del sys.modules[name]
+        raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    if _free(path):
+        sys.modules[path.stem] = module  # an import by its name does not run it again
+    return module, True
+
+
+def _free(path: Path) -> bool:
+    """Whether the file's name means no module but this file, or an earlier one of the user's."""
+    held = sys.modules.get(path.stem)
+    if held is not None or not path.stem.isidentifier():
+        return held is not None and held.__name__.startswith(_PREFIX)
+    found = importlib.util.find_spec(path.stem)
+    return found is None or found.origin == str(path.resolve())
+
+
+def find_in_file(name: str, what: str) -> object:
+    """What `FILE.py:NAME` names; `what` says what that should be, for errors.
+
+    Raises ValueError where the file or the name is not there.
+    """
+    path, _, attribute = name.rpartition(":")
+    module, _ = import_file(path)
+    if not hasattr(module, attribute):
+        names = [key for key in vars(module) if not key.startswith("_")]
+        raise ValueError(f"{path} has no {what} {attribute!r}: it has {', '.join(names) or 'nothing'}")
+    return getattr(module, attribute)
