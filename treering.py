@@ -5,7 +5,7 @@ import os
 import sys
 
 COMMANDS = {
-    "convert": ("models.convert_command", "turn a Hugging Face folder or a GGUF file into a checkpoint"),
+    "convert": ("models.convert_command", "turn a Hugging Face or Meta folder, or a GGUF file, into a checkpoint"),
     "export": ("models.export_command", "turn a checkpoint into a Hugging Face folder"),
     "generate": ("infer.generate", "generate text from a checkpoint, on any mesh"),
     "chat": ("infer.chat", "talk with a model in the terminal"),

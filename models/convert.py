@@ -1,4 +1,4 @@
-"""From a Hugging Face folder or a GGUF file to a checkpoint, one parameter at a time."""
+"""From a Hugging Face folder, a folder of Meta's or a GGUF file to a checkpoint, one parameter at a time."""
 
 import json
 import math
@@ -16,6 +16,7 @@ from configs.model import ModelConfig
 from models.checkpoint import abstract_model, check_destination, finish, main_dtype, named_leaves, partial_folder
 from models.families import families, family_of
 from models.gguf import open_gguf
+from models.meta import PARAMS, open_meta
 from models.progress import byte_progress
 from models.record import RECORD, TOKENIZER, WEIGHTS, Record
 from models.safetensors_folder import listing, open_folder
@@ -44,10 +45,13 @@ class Parameter:
 
 
 def open_source(src: str | Path) -> Source:
-    """The weights at `src`: a Hugging Face folder or a GGUF file; ValueError and FileNotFoundError for others."""
+    """The weights at `src`: a Hugging Face folder, a folder of Meta's or a GGUF file.
+
+    Raises ValueError and FileNotFoundError for others.
+    """
     src = Path(src)
     if not src.exists():
-        raise FileNotFoundError(f"{src} does not exist: give a Hugging Face folder or a GGUF file")
+        raise FileNotFoundError(f"{src} does not exist: give a Hugging Face folder, one of Meta's, or a GGUF file")
     if src.is_file():
         if src.suffix == ".safetensors":
             raise ValueError(f"{src} is one file of a Hugging Face folder: give the folder, with its config.json")
@@ -55,7 +59,9 @@ def open_source(src: str | Path) -> Source:
     if (src / RECORD).is_file():
         raise ValueError(f"{src} is a checkpoint already: it needs no conversion")
     if not any(src.iterdir()):
-        raise ValueError(f"{src} is an empty folder: give a Hugging Face folder or a GGUF file")
+        raise ValueError(f"{src} is an empty folder: give a Hugging Face folder, one of Meta's, or a GGUF file")
+    if not (src / "config.json").is_file() and (src / PARAMS).is_file():
+        return open_meta(src)
     if not (src / "config.json").is_file() and (files := sorted(src.glob("*.gguf"))):
         raise ValueError(f"{src} holds GGUF files: give one of them, such as {files[0]}")
     return open_folder(src)

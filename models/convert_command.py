@@ -8,10 +8,12 @@ from configs.precision import DType
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Turn a Hugging Face folder (safetensors) or a GGUF file into a checkpoint. Nothing is cast unless asked."""
+    """Turn a Hugging Face folder (safetensors), a folder of Meta's (params.json and consolidated.*.pth, which take
+    PyTorch) or a GGUF file into a checkpoint. Nothing is cast unless asked.
+    """
 
     source: Positional[str]
-    """Hugging Face folder or GGUF file."""
+    """Hugging Face folder, Meta folder or GGUF file."""
     destination: Positional[str]
     """Checkpoint folder to write; must not exist."""
     dtype: DType | None = None

@@ -1,6 +1,6 @@
 """GGUF files: metadata to config.json's fields, tensors dequantised one at a time."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from models.families.fields import Fields
 from models.gguf_rope import FREQUENCIES, read_rope
 from models.gguf_tokenizer import save_tokenizer
-from models.source import Source, StoredTensor, check_weights_file, identity_of, read_bytes
+from models.source import Source, StoredTensor, check_weights_file, identity_of, read_bytes, read_interleaved
 
 _CONFIG = {
     "embedding_length": "hidden_size",
@@ -125,7 +125,7 @@ def _tensors(path: Path, tensors: list[Any], raw: Mapping[str, Any]) -> dict[str
             raise ValueError(f"{path} holds {tensor.name} twice")
         read_into = partial(_read_tensor, path, tensor.data_offset, tensor.data.shape, tensor.tensor_type)
         if raw["model_type"] == "llama" and (heads := _interleaved_heads(tensor.name, raw)):
-            read_into = partial(_read_interleaved, read_into, heads)
+            read_into = partial(read_interleaved, read_into, heads)
         shape = tuple(int(size) for size in reversed(tensor.shape))
         found[tensor.name] = StoredTensor(shape, _PLAIN.get(tensor.tensor_type, np.dtype(np.float32)), read_into)
     return found
@@ -153,14 +153,3 @@ def _interleaved_heads(name: str, raw: Mapping[str, Any]) -> int | None:
     if ".attn_k." in name:
         return raw.get("num_key_value_heads", raw["num_attention_heads"])
     return None
-
-
-def _read_interleaved(read_into: Callable[[np.ndarray], None], heads: int, out: np.ndarray) -> None:
-    """Undoes the order of llama.cpp, which puts the two rows that one angle turns side by side.
-
-    Within a head its rows are 0, d/2, 1, d/2 + 1, ...; ours, as Hugging Face's, are 0, 1, ..., d - 1.
-    """
-    stored = np.empty_like(out)
-    read_into(stored)
-    pairs = stored.reshape(heads, -1, 2, *out.shape[1:])
-    out.reshape(heads, 2, -1, *out.shape[1:])[:] = pairs.swapaxes(1, 2)

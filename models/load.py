@@ -1,4 +1,4 @@
-"""Models to run, wherever they lie: a checkpoint of ours, a Hugging Face folder, or a GGUF file."""
+"""Models to run, wherever they lie: a checkpoint of ours, a folder of Hugging Face's or Meta's, or a GGUF file."""
 
 import shutil
 from collections.abc import Callable, Collection
@@ -15,6 +15,7 @@ from configs.model import ModelConfig
 from layers.sharding import Plan
 from models.checkpoint import abstract_model, load_model, named_leaves
 from models.convert import Parameter, fill, match, open_source, read_source_config
+from models.meta import PARAMS
 from models.progress import byte_progress
 from models.record import RECORD, TOKENIZER, WEIGHTS, read_config
 from models.source import Source
@@ -42,7 +43,7 @@ def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> Open
     Raises what `read_record` does for what looks like a checkpoint, and what `open_source` does for the rest.
     """
     folder = Path(path)
-    foreign = folder.is_file() or (folder / "config.json").is_file()
+    foreign = folder.is_file() or any((folder / name).is_file() for name in ("config.json", PARAMS))
     if not foreign or (folder / RECORD).exists() or (folder / WEIGHTS).is_dir():
         return OpenModel(
             config=read_config(folder),

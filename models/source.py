@@ -74,6 +74,17 @@ def read_bytes(path: Path, offset: int, out: np.ndarray) -> None:
         os.close(descriptor)
 
 
+def read_interleaved(read_into: Callable[[np.ndarray], None], heads: int, out: np.ndarray) -> None:
+    """Undoes the order of Meta and llama.cpp, who put the two rows that one angle turns side by side.
+
+    Within a head its rows are 0, d/2, 1, d/2 + 1, ...; ours, as Hugging Face's, are 0, 1, ..., d - 1.
+    """
+    stored = np.empty_like(out)
+    read_into(stored)
+    pairs = stored.reshape(heads, -1, 2, *out.shape[1:])
+    out.reshape(heads, 2, -1, *out.shape[1:])[:] = pairs.swapaxes(1, 2)
+
+
 def check_weights_file(path: Path) -> None:
     """Raises for a file that is not there, is empty, or is a Git LFS pointer in place of the weights."""
     if not path.is_file():

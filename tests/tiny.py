@@ -157,6 +157,67 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def write_meta(
+    folder: Path,
+    config: Mapping[str, Any] = LLAMA,
+    weights: Mapping[str, np.ndarray] | None = None,
+    *,
+    files: int = 1,
+    embedding_rows: bool = True,
+    **params: Any,
+) -> Path:
+    """The same as Meta writes it, cut into `files`; the embedding by rows, as in Llama 3, or by columns, as in Llama 2.
+
+    `params` go into params.json. Arrays of bfloat16 are written as such.
+    """
+    import torch
+
+    weights = tensors(config) if weights is None else weights
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {
+        "dim": config["hidden_size"],
+        "n_layers": config["num_hidden_layers"],
+        "n_heads": config["num_attention_heads"],
+        "n_kv_heads": config["num_key_value_heads"],
+        "norm_eps": config["rms_norm_eps"],
+        "vocab_size": -1,
+        "multiple_of": 32,
+        "max_seq_len": config["max_position_embeddings"],
+    }
+    said = {key: value for key, value in (own | params).items() if value is not None}
+    (folder / "params.json").write_text(json.dumps(said))
+    names = {
+        "embed_tokens": ("tok_embeddings", 0 if embedding_rows else 1),
+        "lm_head": ("output", 0),
+        "q_proj": ("attention.wq", 0),
+        "k_proj": ("attention.wk", 0),
+        "v_proj": ("attention.wv", 0),
+        "o_proj": ("attention.wo", 1),
+        "gate_proj": ("feed_forward.w1", 0),
+        "down_proj": ("feed_forward.w2", 1),
+        "up_proj": ("feed_forward.w3", 0),
+        "input_layernorm": ("attention_norm", None),
+        "post_attention_layernorm": ("ffn_norm", None),
+        "norm": ("norm", None),
+    }
+    parts: list[dict[str, Any]] = [{} for _ in range(files)]
+    for name, array in weights.items():
+        words = name.split(".")
+        theirs, cut = names[words[-2]]
+        if words[-2] in ("q_proj", "k_proj"):
+            heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}[words[-2]]
+            array = interleave(array, config[heads])
+        pieces = [array] * files if cut is None else np.split(array, files, axis=cut)
+        prefix = f"layers.{words[2]}." if words[1] == "layers" else ""
+        for part, piece in zip(parts, pieces, strict=True):
+            bits = piece.view(np.int16) if piece.dtype.itemsize == 2 else piece
+            tensor = torch.from_numpy(np.array(bits))
+            part[f"{prefix}{theirs}.weight"] = tensor.view(getattr(torch, str(piece.dtype)))
+    for number, part in enumerate(parts):
+        torch.save(part | {"rope.freqs": torch.ones(4)}, folder / f"consolidated.{number:02}.pth")
+    return folder
+
+
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """One metadata entry, in the type that llama.cpp uses for such a value."""
     if isinstance(value, list):
