@@ -202,3 +202,24 @@ def test_training_reaches_the_blocks_of_a_period_that_breaks_off(mesh: Callable[
             assert not np.array_equal(after[-1][name], old), name
     for name, one in after[0].items():
         assert np.abs(one - after[1][name]).max() <= 1e-5, name
+
+
+@pytest.mark.long
+def test_the_decode_step_moves_no_cache(mesh: Callable[..., Any]) -> None:
+    """One all-to-all and two all-reduces a layer, whole periods and broken-off ones alike, and caches stay in place."""
+    import dataclasses
+
+    import jax
+
+    import hlo
+    from configs.precision import Precision
+    from infer.engine import Engine
+
+    small = dataclasses.replace(read(), layers=5, period=2)
+    plan = Plan(mesh(context=8), "decode")
+    model = plan.init(lambda: families()["gemma3"].init(small, jax.random.key(0)), "parameters")
+    engine = Engine(model, plan, Precision(), batch=1, capacity=16384)
+    program = hlo.read(engine.decode_program().compiled, loops=1)
+    assert program.launches() == {"all-to-all": 5, "all-reduce": 11, "all-gather": 1}
+    cache = engine.cache_bytes_per_device()
+    assert program.moves(at_least=cache // 2 // 5) == [] and program.alias_bytes >= cache
