@@ -21,6 +21,7 @@ from models.progress import byte_progress
 from models.record import RECORD, TOKENIZER, WEIGHTS, Record
 from models.safetensors_folder import listing, open_folder
 from models.source import Source, StoredTensor
+from models.text_part import text_part
 from models.tokenizer import Tokenizer
 from models.weights import DTYPES, Deferred, fingerprint, hash_array, write_arrays
 
@@ -64,7 +65,7 @@ def open_source(src: str | Path) -> Source:
         return open_meta(src)
     if not (src / "config.json").is_file() and (files := sorted(src.glob("*.gguf"))):
         raise ValueError(f"{src} holds GGUF files: give one of them, such as {files[0]}")
-    return open_folder(src)
+    return text_part(open_folder(src))
 
 
 def convert(

@@ -128,6 +128,39 @@ def test_there_and_back_bit_for_bit(tmp_path: Path, layers: int) -> None:
     assert near(right_logits(mine, ids), right_logits(theirs, ids))
 
 
+@pytest.mark.long
+def test_the_text_model_of_one_that_sees(tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the larger sizes are published: its logits of text, and an export that is the text model alone."""
+    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+    from models.convert import convert
+    from models.export import export
+
+    sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {key: value for key, value in config(3).items() if key != "model_type"}
+    whole = Gemma3Config(
+        text_config=text, vision_config={**sees, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    model = Gemma3ForConditionalGeneration(whole).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.model.language_model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    mine = ours(tmp_path, model, plan)
+    assert "the text model is read, and not multi_modal_projector, vision_tower" in capsys.readouterr().err
+    ids = np.random.default_rng(0).integers(0, VOCAB, (1, 40))
+    right = right_logits(model, ids)
+    assert near(run(mine, plan, ids), right)
+    convert(tmp_path / "hf", tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "back")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back).__name__ == "Gemma3ForCausalLM" and near(right_logits(back.eval(), ids), right)
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "text_config": None}))
+    with pytest.raises(ValueError, match="model_type 'gemma3' and no text_config"):
+        convert(tmp_path / "hf", tmp_path / "other")
+
+
 def read(**fields: Any) -> Gemma3Config:
     raw = Fields({key: value for key, value in config(**fields).items()}, "config.json")
     raw.take("model_type")

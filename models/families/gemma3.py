@@ -228,6 +228,7 @@ FAMILY = Family(
     config_class=Gemma3Config,
     init=init,
     model_types=("gemma3_text",),
+    inside=("gemma3",),
     from_hf=from_hf,
     to_hf=to_hf,
     names=names,

@@ -29,6 +29,8 @@ class Family:
     """config to config.json."""
     names: Callable[[Any], Mapping[str, str]]
     """Our parameter paths to Hugging Face tensor names, `{layer}` standing for the layer's number."""
+    inside: tuple[str, ...] = ()
+    """The `model_type` values of larger models whose `text_config` is of this family, and whose text model is read."""
     sizes: Mapping[str, ModelConfig] = field(default_factory=dict)
     """Sizes with the names under which `treering zoo` lists them; those of this repository stand in `configs.zoo`."""
 
@@ -46,7 +48,7 @@ def register_family(family: Family) -> None:
     for other in _FAMILIES.values():
         if family.name == other.name:
             raise ValueError(f"family {family.name!r} is registered already: choose another name")
-        if taken := sorted(set(family.model_types) & set(other.model_types)):
+        if taken := sorted({*family.model_types, *family.inside} & {*other.model_types, *other.inside}):
             raise ValueError(
                 f"family {family.name!r}: the model_type {', '.join(taken)} is that of the family {other.name!r}: "
                 "choose another"
@@ -85,7 +87,7 @@ def family_of(fields: Fields) -> Family:
     for family in _FAMILIES.values():
         if model_type in family.model_types:
             return family
-    known = ", ".join(sorted(name for family in _FAMILIES.values() for name in family.model_types))
+    known = ", ".join(sorted(name for family in _FAMILIES.values() for name in family.model_types + family.inside))
     raise ValueError(
         f"{fields.name} has model_type {model_type!r}: the supported ones are {known} (--plugin FILE adds one)"
     )
