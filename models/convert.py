@@ -202,11 +202,13 @@ def _save_tokenizer(source: Source, config: ModelConfig, folder: Path) -> None:
     if not source.save_tokenizer(folder):
         print(f"{source.fields.name}: there is no tokenizer beside it, so the checkpoint has none", file=sys.stderr)
         return
-    size = Tokenizer.from_folder(folder).vocab_size
+    tokenizer = Tokenizer.from_folder(folder)
+    size = tokenizer.vocab_size
+    told = f"the tokenizer of {source.fields.name} has {size} tokens and the embedding table {config.vocab}"
+    if tokenizer.text_vocab_size > config.vocab:
+        raise ValueError(told)
     if size > config.vocab:
-        raise ValueError(
-            f"the tokenizer of {source.fields.name} has {size} tokens and the embedding table {config.vocab}"
-        )
+        print(f"{told}: those beyond it are special tokens, which a prompt must not hold", file=sys.stderr)
 
 
 def _write_weights(parameters: Mapping[str, Parameter], partial: Path, identity: str, hashes: dict[str, str]) -> None:

@@ -31,6 +31,8 @@ class Tokenizer:
         """One more than the largest token id."""
         self.special_ids = frozenset(token for token, added in inner.added_tokens_decoder.items() if added.special)
         """Tokens that decoding leaves out."""
+        self.text_vocab_size: int = max(set(inner.get_vocab().values()) - self.special_ids, default=-1) + 1
+        """`vocab_size` without special tokens behind the others, which a text model may lack: Gemma's for an image."""
 
     @property
     def end_id(self) -> int | None:

@@ -14,6 +14,7 @@ import safetensors.numpy
 from jax.sharding import Mesh
 
 import tiny
+import treering
 from configs.llama import LlamaConfig
 from configs.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 from layers.sharding import Plan
@@ -73,6 +74,19 @@ def test_a_folder_comes_in_bit_for_bit(tmp_path: Path, plan: Plan, config: dict[
     assert_holds(tmp_path / "checkpoint", weights, plan)
     assert read_record(tmp_path / "checkpoint").dtype == dtype
     assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["checkpoint", "source"]
+
+
+def test_special_tokens_may_lie_beyond_the_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Gemma 3's token for an image does in the models that see none. A prompt that holds one is refused."""
+    folder = tiny.write_folder(tmp_path / "source", tiny.LLAMA | {"vocab_size": 300})
+    tiny.save_byte_level(folder)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["added_tokens"].append({**raw["added_tokens"][0], "id": 300, "content": "<image>"})
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    convert(folder, tmp_path / "checkpoint")
+    assert "has 301 tokens and the embedding table 300: those beyond it are special" in capsys.readouterr().err
+    assert treering.main(["generate", str(tmp_path / "checkpoint"), "--prompt", "an <image>"]) == 2
+    assert "token id 300 is outside the vocabulary of 300" in capsys.readouterr().err
 
 
 def test_layers_may_lie_across_files(tmp_path: Path, plan: Plan) -> None:

@@ -190,7 +190,7 @@ def open_data(config: RunConfig, tokenizer_folder: Path) -> Data:
     """
     data, cache, vocab = config.data, cache_folder(config), config.model.vocab
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
-    if tokenizer.vocab_size > vocab:
+    if tokenizer.text_vocab_size > vocab:  # special tokens beyond it are refused where a text holds one
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model's vocabulary {vocab}: ids beyond it would "
             "be clamped; use the model's tokenizer, or raise model.vocab"
