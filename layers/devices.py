@@ -9,12 +9,18 @@ from layers.sharding import Plan, Table, make_mesh
 def simulate_cpu_devices(count: int) -> None:
     """Makes the process see `count` CPU devices; must come before anything touches a device.
 
-    Raises ValueError for a count below one.
+    Raises ValueError for a count below one, and where code of the user's (a plugin, a recipe) has touched one already.
     """
     if count < 1:
         raise ValueError(f"cpu-devices {count}: simulate at least 1")
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        raise ValueError(
+            f"cpu-devices {count} comes too late: JAX works with the devices that are there already. Let plugins and "
+            "recipes make no arrays when they are imported"
+        ) from None
 
 
 def plan_for(mesh: MeshConfig, table: Table, *, fill: Axis) -> Plan:

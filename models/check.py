@@ -85,7 +85,9 @@ def find_entry(name: str) -> ModelConfig:
         try:
             found = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"{name} cannot be imported: {error}") from None
+            file = Path(module.replace(".", "/") + ".py")
+            advice = f" (the file is {file}:{attribute})" if file.is_file() else ""
+            raise ValueError(f"{name} cannot be imported: {error}{advice}") from None
     if not isinstance(found, ModelConfig):
         raise ValueError(f"{name} is a {type(found).__name__}: a config is an instance of a ModelConfig")
     return found

@@ -183,6 +183,7 @@ def _file(folder: Path, text: str) -> str:
         ("none.py:TINY", "none.py is no file"),
         ("configs.llama:TINIER", "configs.llama:TINIER cannot be imported"),
         ("configs.nowhere:TINY", "configs.nowhere:TINY cannot be imported"),
+        ("here:BIG", "here:BIG cannot be imported: No module named 'here' (the file is here.py:BIG)"),
         ("configs.llama:LlamaConfig", "is a type: a config is an instance of a ModelConfig"),
         ("here.py:TINY", "here.py has no config 'TINY': it has BIG"),
         ("none.json", "none.json does not exist"),
