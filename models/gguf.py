@@ -1,6 +1,6 @@
 """GGUF files: metadata to config.json's fields, tensors dequantised one at a time."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ _CONFIG = {
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
 }
+_GEMMA3 = {"rope.freq_base_swa": "rope_local_base_freq", "attention.sliding_window": "sliding_window"}
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
 """Mistral's files call themselves llama, and say nothing of a window."""
 _PIECE_BYTES = 64 << 20
@@ -58,7 +60,7 @@ def open_gguf(path: Path) -> Source:
         if tensor.data_offset + tensor.n_bytes > size:
             raise ValueError(f"{path} is truncated: {tensor.name} ends behind the file's {size} bytes")
     raw = read_metadata(path, metadata, reader.tensors)
-    names = gguf.get_tensor_name_map(_ARCHITECTURES[raw["model_type"]], raw["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(_ARCHITECTURES[metadata["general.architecture"]], raw["num_hidden_layers"])
     return Source(
         fields=Fields(raw, str(path)),
         tensors=_tensors(path, reader.tensors, raw),
@@ -86,17 +88,18 @@ def read_metadata(path: Path, metadata: Mapping[str, Any], tensors: list[Any]) -
     if "token_embd.weight" not in shapes:
         raise ValueError(f"{path} lacks the tensor token_embd.weight")
     raw: dict[str, Any] = {
-        "model_type": architecture,
+        "model_type": "gemma3_text" if architecture == "gemma3" else architecture,
         "vocab_size": shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in shapes,
     }
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    names = _CONFIG | (_GEMMA3 if architecture == "gemma3" else {})
     for key, value in own.items():
         if isinstance(value, float):
             # The shortest decimal that is this float32: 1e-5, not 9.999999747378752e-06.
             value = float(str(np.float32(value)))
-        raw[_CONFIG.get(key, prefix + key)] = value
+        raw[names.get(key, prefix + key)] = value
     for key in ("vocab_size", "attention.value_length", "rope.dimension_count", "tensor_data_layout"):
         raw.pop(prefix + key, None)
     for key in ("embedding_length", "block_count", "attention.head_count"):
@@ -111,6 +114,10 @@ def read_metadata(path: Path, metadata: Mapping[str, Any], tensors: list[Any]) -
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot")}
     ends = [ids[name] for name in ("eos", "eot") if ids[name] is not None]
     raw |= {"bos_token_id": ids["bos"], "eos_token_id": ends if len(set(ends)) > 1 else next(iter(ends), None)}
+    if architecture == "gemma3":
+        # Not in the file: llama.cpp tells the largest size, which scales otherwise, by its layers.
+        wide = raw["hidden_size"] // raw["num_attention_heads"]
+        raw["query_pre_attn_scalar"] = wide if raw["num_hidden_layers"] == 62 else head_dim
     divisors = next((np.array(tensor.data, np.float32) for tensor in tensors if tensor.name == FREQUENCIES), None)
     read_rope(path, raw, prefix, divisors)
     return raw
@@ -126,6 +133,8 @@ def _tensors(path: Path, tensors: list[Any], raw: Mapping[str, Any]) -> dict[str
         read_into = partial(_read_tensor, path, tensor.data_offset, tensor.data.shape, tensor.tensor_type)
         if raw["model_type"] == "llama" and (heads := _interleaved_heads(tensor.name, raw)):
             read_into = partial(read_interleaved, read_into, heads)
+        if raw["model_type"] == "gemma3_text" and tensor.name.endswith("_norm.weight"):
+            read_into = partial(_read_less_one, read_into)
         shape = tuple(int(size) for size in reversed(tensor.shape))
         found[tensor.name] = StoredTensor(shape, _PLAIN.get(tensor.tensor_type, np.dtype(np.float32)), read_into)
     return found
@@ -144,6 +153,12 @@ def _read_tensor(
         packed = np.empty((min(step, len(rows) - start), row_bytes), np.uint8)
         read_bytes(path, offset + start * row_bytes, packed)
         rows[start : start + step] = gguf.dequantize(packed, kind)
+
+
+def _read_less_one(read_into: Callable[[np.ndarray], None], out: np.ndarray) -> None:
+    """Undoes what llama.cpp adds to the weights of Gemma's norms, so that it can multiply by them."""
+    read_into(out)
+    out -= 1
 
 
 def _interleaved_heads(name: str, raw: Mapping[str, Any]) -> int | None:

@@ -128,6 +128,28 @@ def test_there_and_back_bit_for_bit(tmp_path: Path, layers: int) -> None:
     assert near(right_logits(mine, ids), right_logits(theirs, ids))
 
 
+def test_gguf_gives_the_same_checkpoint(tmp_path: Path) -> None:
+    import tiny
+    from models.convert import convert
+    from models.record import read_record
+
+    source = config(query_pre_attn_scalar=16, rms_norm_eps=1e-6)
+    model = oracle(source)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):  # numbers that 1 can be added to without rounding
+                parameter.copy_((parameter * 1024).round() / 1024)
+    model.save_pretrained(tmp_path / "hf")
+    weights = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    rope = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+    window = {"gemma3.attention.sliding_window": 7, "gemma3.rope.freq_base_swa": 10000.0}
+    tiny.write_gguf(tmp_path / "model.gguf", source | {"rope_theta": 1e6}, weights, metadata=rope | window)
+    convert(tmp_path / "hf", tmp_path / "first")
+    convert(tmp_path / "model.gguf", tmp_path / "second")
+    first, second = read_record(tmp_path / "first"), read_record(tmp_path / "second")
+    assert (first.config, first.fingerprint) == (second.config, second.fingerprint)
+
+
 @pytest.mark.long
 def test_the_text_model_of_one_that_sees(tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     """As the larger sizes are published: its logits of text, and an export that is the text model alone."""

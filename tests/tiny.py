@@ -114,7 +114,8 @@ def write_gguf(
     `divisors` are the values of rope_freqs.weight.
     """
     weights = tensors(config) if weights is None else weights
-    writer = gguf.GGUFWriter(path, config["model_type"])
+    architecture = config["model_type"].removesuffix("_text")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -129,13 +130,15 @@ def write_gguf(
         writer.add_rope_dimension_count(config["head_dim"])
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors)
     for name, array in weights.items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None
-        if config["model_type"] != "llama":
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
+        elif architecture != "llama":
             pass
         elif "q_proj" in name:
             array = interleave(array, config["num_attention_heads"])
