@@ -79,7 +79,7 @@ def open_meta(folder: Path) -> Source:
     raw = _config(settings, tensors, tied=tied)
     heads = {"wq": raw["num_attention_heads"], "wk": raw["num_key_value_heads"]}
     for name, tensor in tensors.items():
-        if (count := heads.get(name.split(".")[-2])) is not None:
+        if (count := heads.get(_kind(name))) is not None:
             tensors[name] = replace(tensor, read_into=partial(read_interleaved, tensor.read_into, count))
     return Source(
         fields=Fields(raw, str(folder / PARAMS)),
@@ -96,6 +96,11 @@ def _stored_name(name: str) -> str:
     """Meta's name of a tensor, from Hugging Face's."""
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     return f"layers.{layer[1]}.{_NAMES.get(layer[2], layer[2])}" if layer else _NAMES.get(name, name)
+
+
+def _kind(name: str) -> str:
+    """Which of a layer's tensors a name means: `wq` of `layers.0.attention.wq.weight`."""
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -121,7 +126,8 @@ def _load(path: Path) -> Mapping[str, Any]:
     except Exception as error:  # Whatever torch raises for files that it cannot read, or will not.
         told = " ".join(str(error).split())[:200]
         raise ValueError(f"{path} cannot be read as tensors, or is damaged or truncated: {told}") from error
-    if not isinstance(found, dict) or not all(torch.is_tensor(tensor) for tensor in found.values()):
+    named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
+    if not named or not all(torch.is_tensor(tensor) for tensor in found.values()):
         raise ValueError(f"{path} holds something else than named tensors")
     if strange := sorted({str(tensor.dtype) for tensor in found.values()} - {f"torch.{name}" for name in DTYPES}):
         raise ValueError(f"{path} holds tensors of {listing(strange)}: the supported dtypes are {', '.join(DTYPES)}")
@@ -140,10 +146,11 @@ def _join(name: str, pieces: list[Any], width: int) -> StoredTensor | None:
     if first.ndim == 1:  # norms stand whole in each file
         same = all(piece.shape == first.shape and piece.equal(first) for piece in pieces)
         return StoredTensor(tuple(first.shape), dtype, partial(_read, pieces[:1], 0)) if same else None
-    kind = name.split(".")[-2]
-    columns = kind in _CUT_BY_COLUMNS or (kind == "tok_embeddings" and first.shape[1] != width)
+    if any(piece.ndim != 2 for piece in pieces):
+        return None
+    columns = _kind(name) in _CUT_BY_COLUMNS or (_kind(name) == "tok_embeddings" and first.shape[1] != width)
     cut = 1 if columns else 0
-    if first.ndim != 2 or len({piece.shape[1 - cut] for piece in pieces}) > 1:
+    if len({piece.shape[1 - cut] for piece in pieces}) > 1:
         return None
     shape = list(first.shape)
     shape[cut] = sum(piece.shape[cut] for piece in pieces)

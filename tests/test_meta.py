@@ -127,6 +127,10 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "layers.0.attention.wo.weight does not fit together" in refused(folder, capsys)
     torch.save(part | {"layers.0.attention.wo.weight": torch.zeros(64, 16, dtype=torch.int8)}, second)
     assert "torch.int8: the supported dtypes are" in refused(folder, capsys)
+    torch.save(part | {"extra": torch.zeros(4, 4, 4), "more": torch.zeros(2, 2)}, second)
+    assert "extra is not in" in refused(folder, capsys)
+    torch.save({1: torch.zeros(2)}, second)
+    assert "holds something else than named tensors" in refused(folder, capsys)
     for path in sorted(folder.glob("*.pth")):
         path.unlink()
     assert "no consolidated.*.pth" in refused(folder, capsys)
@@ -140,6 +144,13 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "layers.0.attention.wk.weight has shape (16, 64) instead of" in refused(folder, capsys)
     tiny.write_meta(folder, moe={"num_experts": 8})
     assert "fields that are not known here and may change the arithmetic: moe" in refused(folder, capsys)
+    for extra, words in (
+        (torch.zeros(2, 2), "unexpected: extra"),
+        (torch.zeros(2, 2, 2), "extra does not fit together"),
+    ):
+        tiny.write_meta(folder)
+        torch.save(torch.load(first, weights_only=True) | {"extra": extra}, first)
+        assert words in refused(folder, capsys)
     tiny.write_meta(folder, dim=None)
     assert "params.json lacks 'dim'" in refused(folder, capsys)
 
