@@ -96,6 +96,22 @@ def test_decoding_token_by_token(tmp_path: Path, mesh: Callable[..., Any]) -> No
 
 
 @pytest.mark.long
+def test_a_long_prompt_is_spread_over_devices(tmp_path: Path, mesh: Callable[..., Any]) -> None:
+    """Two long chunks and a short one on four devices, each device with every fourth token: the windows hold there."""
+    from configs.precision import Precision
+    from infer.engine import Engine
+
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = oracle(config(3, layer_types=kinds, sliding_window=32, max_position_embeddings=1024))
+    plan = Plan(mesh(context=4), "decode")
+    ids = np.random.default_rng(1).integers(0, VOCAB, (1, 600))
+    engine = Engine(ours(tmp_path, model, plan), plan, Precision(), batch=1, capacity=640)
+    assert engine.chunks.of(600) == [256, 256, 256] and engine.chunks.long == 256
+    found, _ = engine.append(engine.empty_state(), [list(map(int, ids[0]))])
+    assert near(np.asarray(found)[0], right_logits(model, ids)[0, -1])
+
+
+@pytest.mark.long
 def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path, plan: Plan) -> None:
     ids = np.random.default_rng(2).integers(0, VOCAB, (8, 40))
     rounded = oracle(config(2), dtype=torch.bfloat16)
