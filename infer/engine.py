@@ -256,6 +256,15 @@ class Engine:
         )
         return self._program(("admit",), admit, self._some(), self._some(), self._some(self.row_pages), one)
 
+    def copy_program(self) -> Program:
+        """`(model, state, source [groups], target [groups]) -> state`: in each group a page becomes as another is."""
+
+        def copy(model, state, source, target):
+            pools = tuple(pool.with_copies(source, target, self.plan) for pool in state.cache.pools)
+            return self._placed(eqx.tree_at(lambda state: state.cache.pools, state, pools))
+
+        return self._program(("copy",), copy, self._some(self.groups), self._some(self.groups))
+
     def release_program(self) -> Program:
         """`(model, state, row) -> state`: the row draws no more."""
 

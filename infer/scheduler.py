@@ -203,15 +203,42 @@ class Scheduler:
         return request.keys[: (len(request.prompt) - 1) // self.engine.page_tokens]
 
     def _share(self, row: int, request: Request) -> None:
-        """Takes over pages that became known while the request waited for its turn to be read."""
-        group, pages = self._group(row), request.session.pages
+        """Takes over what became known while the request waited for its turn to be read: full pages by reference, and
+        of the page after them a copy, where the row of a prompt that goes on alike holds it."""
+        engine, group, pages = self.engine, self._group(row), request.session.pages
+        before = request.done
         shared = self.pages.find(group, self._shareable(request))
-        if len(shared) * self.engine.page_tokens > request.done:
+        if len(shared) * engine.page_tokens > request.done:
             self.pages.share(group, shared)
             self.pages.give_back(group, pages[: len(shared)])
             pages[: len(shared)] = shared
-            request.done = len(shared) * self.engine.page_tokens
+            request.done = len(shared) * engine.page_tokens
+        neighbours = self._rows[group * engine.group_rows : (group + 1) * engine.group_rows]
+        longest, source = max(
+            ((self._alike(request, other), other) for other in neighbours if other), key=lambda pair: pair[0]
+        )
+        left = len(request.prompt) - request.done, len(request.prompt) - longest
+        if longest and sum(engine.chunks.of(left[1])) < sum(engine.chunks.of(left[0])):
+            page = request.done // engine.page_tokens
+            copied = np.zeros((2, engine.groups), np.int32)
+            copied[:, group] = source.session.pages[page], pages[page]
+            self.state = engine.copy_program()(engine.model, self.state, *engine.put(tuple(copied)))
+            request.done = longest
+        if request.done > before:
             self._place(row, request)
+
+    def _alike(self, request: Request, other: Request) -> int:
+        """Tokens that a request would have done with the page after its shared ones as the row of another holds it; 0
+        where their texts differ before, or are none of each other's business."""
+        start = request.done
+        page = start // self.engine.page_tokens
+        if other is request or other.kept or request.kept or other.caller != request.caller:
+            return 0
+        if other.keys[:page] != request.keys[:page]:
+            return 0
+        end = min((page + 1) * self.engine.page_tokens, len(request.prompt) - 1, other.done)
+        same = itertools.takewhile(lambda at: request.prompt[at] == other.prompt[at], range(start, end))
+        return start + len(list(same))
 
     def _group(self, row: int) -> int:
         return row // self.engine.group_rows

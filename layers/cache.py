@@ -43,6 +43,17 @@ class PagePool(eqx.Module):
         shape = (layers, pages, kv_heads, page_tokens, head_dim)
         return PagePool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
+    def with_copies(self, source: Int[Array, "batch"], target: Int[Array, "batch"], plan: Plan) -> "PagePool":
+        """With one page of each group of devices (a coordinate of data x fsdp) copied to another of its pages."""
+        spec = plan.spec("layers pages kv_heads kv_seq head_dim", self.keys.shape)
+        rows = plan.spec("batch", source.shape)
+
+        def island(pool, source, target):
+            return pool.at[:, target[0]].set(pool[:, source[0]])
+
+        copy = jax.shard_map(island, mesh=plan.mesh, in_specs=(spec, rows, rows), out_specs=spec)
+        return PagePool(copy(self.keys, source, target), copy(self.values, source, target))
+
 
 class PagedAttention(eqx.Module):
     """Attention of new tokens against all that their rows hold, themselves included.

@@ -12,12 +12,15 @@ PAGE = 16
 """Tokens of a page in these engines: 8 slots on each of 2 devices."""
 
 
-@pytest.fixture
-def engine(folder, mesh, monkeypatch):
+@pytest.fixture(params=[1])
+def engine(folder, mesh, monkeypatch, request):
+    """Four rows, in `request.param` groups."""
+    from infer import chunks
     from infer import engine as module
 
     monkeypatch.setattr(module, "PAGE_SLOTS", PAGE // 2)
-    return test_engine.make_engine(folder, mesh, {"context": 2}, batch=4, capacity=64)
+    monkeypatch.setattr(chunks, "PREFILL_CHUNKS", (2, 8, 64))
+    return test_engine.make_engine(folder, mesh, {"data": request.param, "context": 2}, batch=4, capacity=64)
 
 
 @pytest.fixture
@@ -55,6 +58,7 @@ def sampled(seed, new=6):
     return RequestConfig(max_new_tokens=new, sampling=SamplingConfig(temperature=1.0, seed=seed))
 
 
+@pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["one group", "two groups"])
 def test_samples_of_one_prompt_read_its_pages_once(engine, appended):
     from infer.scheduler import Scheduler
 
@@ -65,9 +69,9 @@ def test_samples_of_one_prompt_read_its_pages_once(engine, appended):
     appended.clear()
     scheduler = Scheduler(engine)
     assert answers(scheduler, wanted) == alone
-    # Two whole pages and the rest, then the rest alone.
-    assert appended == [40, 8, 8, 8]
-    assert scheduler.pages.free(0) == engine.group_pages
+    # Two whole pages by reference, a copy of the third, and the last token for its logits; groups side by side.
+    assert appended == ([40, 1, 1, 1] if engine.groups == 1 else [80, 2])
+    assert all(scheduler.pages.free(group) == engine.group_pages for group in range(engine.groups))
 
 
 def test_a_later_turn_reads_what_is_new_and_other_callers_read_all(engine, appended):
