@@ -22,8 +22,15 @@ def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384, loops: hlo
     return engine, hlo.read(engine.decode_program().compiled, loops=loops)
 
 
-@pytest.mark.parametrize("unrolled", [False, True], ids=["stacked", "unrolled"])
-@pytest.mark.parametrize("sizes", [{"context": 8}, {"context": 4, "tensor": 2}], ids=["context8", "context4-tensor2"])
+@pytest.mark.parametrize(
+    ("sizes", "unrolled"),
+    [
+        pytest.param({"context": 8}, False, id="context8-stacked"),
+        pytest.param({"context": 8}, True, id="context8-unrolled", marks=pytest.mark.long),
+        pytest.param({"context": 4, "tensor": 2}, False, id="context4-tensor2-stacked", marks=pytest.mark.long),
+        pytest.param({"context": 4, "tensor": 2}, True, id="context4-tensor2-unrolled"),
+    ],
+)
 def test_one_all_to_all_and_two_all_reduces_a_layer(mesh, sizes, unrolled):
     """In one step (`loops=1`): beside those, one all-reduce for the embedding's lookup, one all-gather of pairs for the
     argmax."""
@@ -46,6 +53,7 @@ def test_one_all_to_all_and_two_all_reduces_a_layer(mesh, sizes, unrolled):
     assert program.temporary_bytes < local + (0 if unrolled else 2 * layer)
 
 
+@pytest.mark.long
 def test_temporary_memory_does_not_grow_with_the_capacity(mesh):
     """Reading and writing go page by page: no program ever holds a layer's keys twice."""
     small, large = (
