@@ -57,9 +57,13 @@ class RequestConfig:
     """Strings that end the text wherever they appear; they are not part of it."""
     logprobs: int | None = None
     """Report the log-probability of each token and this many likeliest alternatives."""
+    prompt_logprobs: bool = False
+    """Report the same of the prompt's tokens after the first. Such a prompt is read whole, whatever pages are known."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self):
+        if self.prompt_logprobs and not self.max_new_tokens:
+            raise ValueError("prompt_logprobs with max_new_tokens 0: nothing is read then; ask for at least 1 token")
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens {self.max_new_tokens} is negative: 0 generates nothing")
         if "" in self.stop:

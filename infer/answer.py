@@ -20,6 +20,7 @@ class Answer:
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     text: str = ""
     finish_reason: str | None = None
     started: float = field(default_factory=time.perf_counter)
@@ -39,6 +40,7 @@ class Answer:
             self.first = self.last if self.first is None else self.first
             self.tokens.append(event.token)
             self.logprobs.append(event.logprob)
+            self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
             if event.finish_reason != "stop":
                 piece = self._stream.push(event.token)
         if self._stream.stopped:
@@ -75,4 +77,6 @@ class Answer:
         }
         if self.config.logprobs is not None:
             record["logprobs"] = [{"logprob": one.logprob, "top": one.top} for one in self.logprobs if one]
+        if self.config.prompt_logprobs:
+            record["prompt_logprobs"] = [{"logprob": one.logprob, "top": one.top} for one in self.prompt_logprobs]
         return record

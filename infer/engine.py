@@ -44,11 +44,14 @@ def run(
     precision: Precision,
     *,
     fresh: bool = False,
-) -> tuple[Float[Array, "batch vocab"], DecodeState]:
+    targets: Int[Array, "batch seq"] | None = None,
+    top: int = 0,
+) -> tuple[Float[Array, "batch vocab"], DecodeState, tuple[Array, Array, Array] | None]:
     """Appends the first `count` of `tokens` to the cache's rows `index`; logits after each one's last.
 
     A plan for prefill spreads the tokens over context, position t on device t mod p as in the cache, and gathers each
-    layer's weights. `fresh` says that the rows hold nothing yet.
+    layer's weights. `fresh` says that the rows hold nothing yet. With `targets`, also the log-probability of each after
+    its token, `[batch seq]`, and the `top` likeliest `[batch seq top]` with their ids.
     """
     lengths, seq = cache.lengths[index], tokens.shape[1]
     devices = plan.size(*plan.axes("seq", seq))
@@ -62,7 +65,12 @@ def run(
         hidden, pools = model(tokens, context, cache.pools, dtype=jnp.dtype(precision.compute))
         last = dealt_places(lengths, devices, seq, jnp.maximum(count - 1, 0))[:, None, None]
         logits = model.unembed(jnp.take_along_axis(hidden, last, axis=1), context)[:, 0]
-    return logits, DecodeState(pools, cache.table, cache.lengths.at[index].add(count))
+        scores = None
+        if targets is not None:
+            table = model.unembed(hidden, context).reshape(targets.size, -1)
+            scores = log_probabilities(table, targets.reshape(-1), top)
+            scores = jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[1:]), scores)
+    return logits, DecodeState(pools, cache.table, cache.lengths.at[index].add(count)), scores
 
 
 class Drawn(eqx.Module):
@@ -165,21 +173,31 @@ class Engine:
     def _replicated(self) -> jax.NamedSharding:
         return jax.NamedSharding(self.plan.mesh, jax.P())
 
-    def append_program(self, rows: int, chunk: int, *, fresh: bool = False) -> Program:
+    def append_program(self, rows: int, chunk: int, *, fresh: bool = False, top: int | None = None) -> Program:
         """`(model, state, index [rows], tokens [rows chunk], count [rows]) -> (state, logits [rows vocab])`.
 
-        `fresh` says that the rows hold nothing yet, which a long chunk makes use of.
+        `fresh` says that the rows hold nothing yet, which a long chunk makes use of. A short chunk with `top` takes
+        `targets [rows chunk]` besides, and returns besides their log-probabilities and as many alternatives, as `run`.
         """
+        assert top is None or chunk != self.chunks.long, "the vocabulary and a long chunk are split over one axis"
         spread = chunk == self.chunks.long
         plan = dataclasses.replace(self.plan, table="prefill") if spread else self.plan
         fresh = fresh and spread
 
         def append(model, state, index, tokens, count):
-            logits, cache = run(model, state.cache, index, tokens, count, plan, self.precision, fresh=fresh)
+            logits, cache, _ = run(model, state.cache, index, tokens, count, plan, self.precision, fresh=fresh)
             return self._placed(EngineState(cache, state.rows)), logits
 
+        def append_scored(model, state, index, tokens, count, targets):
+            logits, cache, scores = run(
+                model, state.cache, index, tokens, count, plan, self.precision, targets=targets, top=top or 0
+            )
+            return self._placed(EngineState(cache, state.rows)), logits, scores
+
         shapes = self._some(rows), self._some(rows, chunk), self._some(rows)
-        return self._program(("append", rows, chunk, fresh), append, *shapes)
+        if top is None:
+            return self._program(("append", rows, chunk, fresh), append, *shapes)
+        return self._program(("append", rows, chunk, top), append_scored, *shapes, self._some(rows, chunk))
 
     def start_program(self, kind: Kind, top: int | None) -> Program:
         """`(model, state, logits [groups vocab], index [groups], done [groups]) -> (state, Drawn)`.
@@ -214,7 +232,7 @@ class Engine:
         def step(model, i, state, drawn):
             live = state.rows.live
             index = jnp.arange(self.batch)
-            logits, cache = run(
+            logits, cache, _ = run(
                 model, state.cache, index, state.rows.token[:, None], live.astype(jnp.int32), self.plan, self.precision
             )
             token = draw(logits, state.rows.sampling, state.rows.drawn, kind, self.plan)

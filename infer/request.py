@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from configs.sampling import RequestConfig
 from infer.sampling import Kind
@@ -18,6 +18,12 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens with their log-probabilities."""
 
+    @staticmethod
+    def of(own: Any, values: Any, ids: Any, top: int | None) -> "TokenLogprob":
+        """From host arrays `[]`, `[most]` and `[most]`, of which `top` are wanted."""
+        pairs = zip(ids[: top or 0].tolist(), values[: top or 0].tolist(), strict=True)
+        return TokenLogprob(float(own), tuple(pairs))
+
 
 @dataclass(frozen=True)
 class Event:
@@ -28,6 +34,8 @@ class Event:
     finish_reason: FinishReason | None
     """Set on a request's last event."""
     logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of the prompt's tokens after the first, with a request's first token, where it asked for them."""
 
 
 @dataclass(eq=False)
@@ -65,6 +73,8 @@ class Request:
     begun: bool = False
     """Whether a chunk of its own was appended."""
     drawn: list[int] = field(default_factory=list)
+    scored: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens after the first, where asked for."""
 
 
 def least_program(configs: Sequence[RequestConfig]) -> tuple[Kind, int | None]:

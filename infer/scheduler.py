@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from configs.sampling import RequestConfig
+from infer.chunks import Chunks
 from infer.engine import MAX_STEPS, Drawn, Engine
 from infer.pages import Pages, page_keys
 from infer.request import Event, FinishReason, Request, Session, TokenLogprob, least_program
@@ -76,6 +77,12 @@ class Scheduler:
                 f"{len(prompt)} prompt and {budget} new tokens take {pages} pages of {engine.page_tokens} tokens, and "
                 f"the pool has {engine.group_pages}: ask for fewer, or build the engine with more pages"
             )
+        if config.prompt_logprobs and budget == 0:
+            raise ValueError(
+                f"prompt_logprobs of a prompt that fills the row's {engine.capacity} tokens: it must leave room for 1"
+            )
+        if config.prompt_logprobs and session is not None:
+            raise ValueError("prompt_logprobs in a session: what its row holds is not read again; submit without one")
         # Checked here, so that a wrong bias is refused before anything runs.
         Rows.of_request(prompt, budget, end_ids, config.sampling, vocab)
         request = Request(
@@ -199,7 +206,9 @@ class Scheduler:
         )
 
     def _shareable(self, request: Request) -> list[bytes]:
-        """The prompt's pages before its last token, which is always read."""
+        """The prompt's pages before its last token, which is always read; none where all tokens are to be scored."""
+        if request.config.prompt_logprobs:
+            return []
         return request.keys[: (len(request.prompt) - 1) // self.engine.page_tokens]
 
     def _share(self, row: int, request: Request) -> None:
@@ -234,6 +243,8 @@ class Scheduler:
         page = start // self.engine.page_tokens
         if other is request or other.kept or request.kept or other.caller != request.caller:
             return 0
+        if request.config.prompt_logprobs:
+            return 0
         if other.keys[:page] != request.keys[:page]:
             return 0
         end = min((page + 1) * self.engine.page_tokens, len(request.prompt) - 1, other.done)
@@ -258,20 +269,39 @@ class Scheduler:
                 chosen.append((group, row, request))
         if not chosen:
             return
-        size = max(engine.chunks.next(len(request.prompt) - request.done) for _, _, request in chosen)
+        scored = [request.config.logprobs or 0 for _, _, request in chosen if request.config.prompt_logprobs]
+        chunks = Chunks() if scored else engine.chunks
+        size = max(chunks.next(len(request.prompt) - request.done) for _, _, request in chosen)
         fresh = not any(request.done for _, _, request in chosen)
         # A group without a prompt names a row of its own, for which nothing is appended.
         index = np.arange(engine.groups, dtype=np.int32) * engine.group_rows
         count = np.zeros(engine.groups, np.int32)
         tokens, done = np.zeros((engine.groups, size), np.int32), np.zeros(engine.groups, bool)
+        targets = np.zeros_like(tokens)
         for group, row, request in chosen:
             part = request.prompt[request.done : request.done + size]
             index[group], count[group] = row, len(part)
             tokens[group, : len(part)] = part
+            following = request.prompt[request.done + 1 : request.done + size + 1]
+            targets[group, : len(following)] = following
             request.done += len(part)
             done[group] = request.done == len(request.prompt)
-        append = engine.append_program(engine.groups, size, fresh=fresh)
-        self.state, logits = append(engine.model, self.state, engine.put(index), engine.put(tokens), engine.put(count))
+        inputs = [engine.put(index), engine.put(tokens), engine.put(count)]
+        if scored:
+            append = engine.append_program(engine.groups, size, top=max(scored))
+            self.state, logits, scores = append(engine.model, self.state, *inputs, engine.put(targets))
+            own, values, ids = (np.asarray(x) for x in scores)
+            for group, _, request in chosen:
+                if request.config.prompt_logprobs:
+                    # A target for each token appended, but for the prompt's last.
+                    some = range(count[group] - (request.done == len(request.prompt)))
+                    top = request.config.logprobs
+                    request.scored += [
+                        TokenLogprob.of(own[group, i], values[group, i], ids[group, i], top) for i in some
+                    ]
+        else:
+            append = engine.append_program(engine.groups, size, fresh=fresh)
+            self.state, logits = append(engine.model, self.state, *inputs)
         for group, _, request in chosen:
             full = min(request.done // engine.page_tokens, len(request.keys))
             self.pages.remember(group, request.keys[:full], request.session.pages[:full])
@@ -311,9 +341,9 @@ class Scheduler:
             logprob = None
             if logprobs is not None and request.config.logprobs is not None:
                 own, values, ids = (x[step, column] for x in logprobs)
-                top = request.config.logprobs
-                pairs = zip(ids[:top].tolist(), values[:top].tolist(), strict=True)
-                logprob = TokenLogprob(float(own), tuple(pairs))
-            self._events.append(Event(request.number, token, reason, logprob))
+                logprob = TokenLogprob.of(own, values, ids, request.config.logprobs)
+            asked = request.config.prompt_logprobs and len(request.drawn) == 1
+            scored = tuple(request.scored) if asked else None
+            self._events.append(Event(request.number, token, reason, logprob, scored))
             if reason is not None:
                 self._leave(row)

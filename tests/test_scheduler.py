@@ -6,6 +6,8 @@ import pytest
 import test_engine
 import tiny
 
+oracle = test_engine.oracle
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -168,3 +170,34 @@ def test_logprobs_are_told_of_the_requests_that_asked(folder, mesh):
         table -= np.log(np.exp(table - table.max()).sum()) + table.max()
         assert event.logprob.logprob == pytest.approx(table[event.token], abs=1e-4)
         assert [token for token, _ in event.logprob.top] == np.argsort(-table)[:2].tolist()
+
+
+@pytest.mark.parametrize("sizes", [{"context": 1}, {"data": 2, "context": 2}], ids=str)
+def test_log_probabilities_of_a_prompt(folder, mesh, oracle, sizes, monkeypatch):
+    """In several chunks, beside a request that did not ask, also of a prompt that was read before."""
+    from configs.sampling import RequestConfig
+    from infer import chunks
+    from infer.request import Session
+    from infer.scheduler import Scheduler
+
+    monkeypatch.setattr(chunks, "PREFILL_CHUNKS", (4, 16))
+    (row, *_), logits = oracle
+    table = logits[0, :39].astype(np.float64)
+    table -= np.log(np.exp(table - table.max(-1, keepdims=True)).sum(-1, keepdims=True)) + table.max(-1, keepdims=True)
+    scheduler = Scheduler(test_engine.make_engine(folder, mesh, sizes, batch=2, capacity=64))
+    plain = RequestConfig(max_new_tokens=2)
+    asking = RequestConfig(max_new_tokens=2, logprobs=3, prompt_logprobs=True)
+    for _ in range(2):
+        numbers = [scheduler.submit(row[:n], config) for n, config in ((39, plain), (40, asking))]
+        first = {event.request: event for event in reversed(list(scheduler.run()))}
+        assert first[numbers[0]].prompt_logprobs is None
+        told = first[numbers[1]].prompt_logprobs
+        expected = table[np.arange(39), row[1:40]]
+        assert np.abs(np.array([one.logprob for one in told]) - expected).max() <= 1e-4
+        assert [[token for token, _ in one.top] for one in told] == np.argsort(-table)[:, :3].tolist()
+    with pytest.raises(ValueError, match="max_new_tokens 0"):
+        RequestConfig(max_new_tokens=0, prompt_logprobs=True)
+    with pytest.raises(ValueError, match="leave room for 1"):
+        scheduler.submit([1] * 64, asking)
+    with pytest.raises(ValueError, match="in a session"):
+        scheduler.submit([1], asking, session=Session())
