@@ -67,6 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
             if {"-h", "--help"} & set(rest):
                 print(PLUGIN, end="\n\n")
         return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+    except BrokenPipeError:
+        # Who reads standard output has had enough, as `head` does: nothing to tell, and nothing left to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
     except (ValueError, OSError) as error:
         if os.environ.get("TREERING_TRACEBACK"):
             raise

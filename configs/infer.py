@@ -65,7 +65,7 @@ class GenerateOptions(AnswerOptions, DeviceOptions):
     """Generate text from a checkpoint, on any mesh. The text goes to standard output as it comes."""
 
     checkpoint: Positional[str]
-    """Checkpoint folder, as `treering convert` writes it."""
+    """A checkpoint, as `treering convert` and a run write it, or a Hugging Face folder or GGUF file as it is."""
     prompt: str | None = None
     """Text to continue; - reads standard input."""
     prompts: str | None = None
@@ -88,7 +88,7 @@ class ChatOptions(AnswerOptions, DeviceOptions):
     """
 
     checkpoint: Positional[str]
-    """Checkpoint folder with a chat template."""
+    """A checkpoint, Hugging Face folder or GGUF file, with a chat template."""
     system: str | None = None
     """What the model is told before the conversation."""
     capacity: int = 8192

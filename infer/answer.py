@@ -36,7 +36,7 @@ class Answer:
             return ""
         piece = ""
         if event.token is not None:
-            self.last = time.perf_counter()
+            self.last = event.time
             self.first = self.last if self.first is None else self.first
             self.tokens.append(event.token)
             self.logprobs.append(event.logprob)

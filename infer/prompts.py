@@ -1,5 +1,6 @@
 """`treering generate CKPT --prompts FILE --output FILE`: many prompts side by side, resumable."""
 
+import dataclasses
 import hashlib
 import json
 import time
@@ -10,19 +11,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from configs.infer import GenerateOptions
+from configs.sampling import RequestConfig
 from infer.answer import Answer
 from infer.load import load, say
 from infer.scheduler import Scheduler
 from models.load import open_model
 from models.tokenizer import Tokenizer
 
+_BEGIN = '{"index": '
+
 
 def generate_file(options: GenerateOptions) -> None:
     """Answers every prompt of the file, adding a JSON line to the output as each ends.
 
-    A line holds the prompt's number (`index`), a hash of it, and what `Answer.record` tells. Those that the output
-    holds already are not made again. Raises ValueError, before anything is loaded or written, for a line that is no
-    prompt, and for an output that was made from other prompts.
+    A line holds the prompt's number (`index`), a hash of it and of the options that decide its answer, and what
+    `Answer.record` tells. Those that the output holds already are not made again. Raises ValueError, before anything is
+    loaded or written, for a line that is no prompt, and for an output that holds anything else, or answers to other
+    prompts or by other options.
     """
     assert options.prompts is not None
     if options.output is None:
@@ -40,7 +45,8 @@ def generate_file(options: GenerateOptions) -> None:
                 f"prompt {number} of {options.prompts} has {len(prompt)} tokens: from 1 to {config.context_length} fit"
             )
     output = Path(options.output)
-    done = read_done(output, prompts)
+    hashes = [hash_of(prompt, request) for prompt in prompts]
+    done = read_done(output, hashes)
     todo = [number for number in range(len(prompts)) if number not in done]
     if not todo:
         say(f"all {len(prompts)} answers are in {output}")
@@ -62,15 +68,16 @@ def generate_file(options: GenerateOptions) -> None:
             answer.follow(event, scheduler)
             tokens += event.token is not None
             if answer.finish_reason is not None and not ended:
-                line = {"index": number, "prompt_hash": hash_of(prompts[number]), **answer.record()}
+                line = {"index": number, "request_hash": hashes[number], **answer.record()}
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 bar.update(task, advance=1, rate=f"{tokens / (time.perf_counter() - started):.1f} tokens/s")
 
 
-def hash_of(prompt: list[int]) -> str:
-    """Tells whether an answer belongs to a prompt."""
-    return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
+def hash_of(prompt: list[int], request: RequestConfig) -> str:
+    """Tells whether an answer belongs to a prompt and the options that it is answered by."""
+    asked = json.dumps([prompt, dataclasses.asdict(request)], sort_keys=True)
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, chat: bool) -> list[list[int]]:
@@ -78,41 +85,64 @@ def read_prompts(path: Path, tokenizer: Tokenizer, chat: bool) -> list[list[int]
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give a file of JSON lines")
     prompts = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            entry: Any = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is no JSON: {error}") from None
-        if isinstance(entry, dict) and isinstance(entry.get("messages"), list):
-            prompts.append(tokenizer.encode_chat(entry["messages"]))
-        elif isinstance(entry, dict) and isinstance(entry.get("prompt"), str) and entry["prompt"]:
-            message = {"role": "user", "content": entry["prompt"]}
-            prompts.append(tokenizer.encode_chat([message]) if chat else tokenizer.encode(entry["prompt"]))
-        else:
-            raise ValueError(f'{path} line {number} is neither {{"prompt": TEXT}} nor {{"messages": [...]}}')
+            prompts.append(_read_prompt(line.decode(), tokenizer, chat))
+        except ValueError as error:
+            raise ValueError(f"{path} line {number}: {error}") from None
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
     return prompts
 
 
-def read_done(output: Path, prompts: list[list[int]]) -> set[int]:
-    """Numbers of the prompts that `output` answers; a last line that was cut off is removed from the file."""
+def _read_prompt(line: str, tokenizer: Tokenizer, chat: bool) -> list[int]:
+    try:
+        entry: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON ({error})") from None
+    forms = 'a line is {"prompt": TEXT} or {"messages": [{"role": ROLE, "content": TEXT}, ...]}'
+    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
+        raise ValueError(f"it has not one of prompt and messages: {forms}")
+    if "prompt" in entry:
+        text = entry["prompt"]
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"its prompt is {text!r}: {forms}, and a text has at least one character")
+        return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+    messages = entry["messages"]
+    proper = isinstance(messages, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in messages
+    )
+    if not messages or not proper:
+        raise ValueError(f"its messages are {messages!r:.80}: {forms}")
+    return tokenizer.encode_chat(messages)
+
+
+def read_done(output: Path, hashes: list[str]) -> set[int]:
+    """Numbers of the requests that `output` answers; a last line that was cut off is removed from the file."""
+    if not output.parent.is_dir():
+        raise ValueError(f"{output} cannot be written: {output.parent} is no folder")
     if not output.exists():
         return set()
-    text = output.read_text()
+    if not output.is_file():
+        raise ValueError(f"{output} is no file: choose another --output")
+    text = output.read_text(errors="replace")
     whole, _, cut = text.rpartition("\n")
     done = set()
     for line in whole.splitlines():
         try:
             entry = json.loads(line)
-            number, said = entry["index"], entry["prompt_hash"]
+            number, said = entry["index"], entry["request_hash"]
         except (json.JSONDecodeError, KeyError, TypeError):
             raise ValueError(f"{output} is not a file of answers: choose another --output") from None
-        if not 0 <= number < len(prompts) or said != hash_of(prompts[number]):
-            raise ValueError(f"{output} answers other prompts: choose another --output")
+        if not 0 <= number < len(hashes) or said != hashes[number]:
+            raise ValueError(f"{output} answers other prompts, or by other options: choose another --output")
         done.add(number)
     if cut:
+        # Only what an answer begins with is taken for one that was broken off.
+        if not cut.startswith(_BEGIN) and not _BEGIN.startswith(cut):
+            raise ValueError(f"{output} is not a file of answers: choose another --output")
         output.write_text(whole + "\n" if whole else "")
     return done

@@ -1,5 +1,6 @@
 """What a scheduler is asked, what it tells, and what it keeps of a request on its way."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,6 +37,8 @@ class Event:
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     """Of the prompt's tokens after the first, with a request's first token, where it asked for them."""
+    time: float = field(default_factory=time.perf_counter)
+    """When the host had it, by `time.perf_counter`: several events may be told together."""
 
 
 @dataclass(eq=False)

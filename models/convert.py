@@ -202,7 +202,7 @@ def _save_tokenizer(source: Source, config: ModelConfig, folder: Path) -> None:
     if not source.save_tokenizer(folder):
         print(f"{source.fields.name}: there is no tokenizer beside it, so the checkpoint has none", file=sys.stderr)
         return
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder, origin=source.fields.name)
     size = tokenizer.vocab_size
     told = f"the tokenizer of {source.fields.name} has {size} tokens and the embedding table {config.vocab}"
     if tokenizer.text_vocab_size > config.vocab:

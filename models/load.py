@@ -23,6 +23,9 @@ from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 from models.weights import DTYPES
 
+RUN_CHECKPOINTS = "checkpoints"
+"""Where a training run's folder has its checkpoints."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OpenModel:
@@ -43,6 +46,10 @@ def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> Open
     Raises what `read_record` does for what looks like a checkpoint, and what `open_source` does for the rest.
     """
     folder = Path(path)
+    if (folder / RUN_CHECKPOINTS).is_dir() or (folder / "model" / RECORD).is_file():
+        raise ValueError(
+            f"{path} is a run, or a step of one: give {RUN_CHECKPOINTS}/STEP/model in it, which is its model"
+        )
     foreign = folder.is_file() or any((folder / name).is_file() for name in ("config.json", PARAMS))
     if not foreign or (folder / RECORD).exists() or (folder / WEIGHTS).is_dir():
         return OpenModel(
@@ -94,7 +101,7 @@ def _place(parameter: Parameter, sharding: jax.sharding.NamedSharding, advance: 
 def _tokenizer_of(source: Source) -> Tokenizer:
     with TemporaryDirectory() as scratch:
         _save_tokenizer_of(source, Path(scratch))
-        return Tokenizer.from_folder(Path(scratch))
+        return Tokenizer.from_folder(Path(scratch), origin=source.fields.name)
 
 
 def _copy_tokenizer(checkpoint: Path, folder: Path) -> None:

@@ -54,20 +54,28 @@ class Tokenizer:
         return Tokenizer.from_folder(Path(path) / TOKENIZER)
 
     @staticmethod
-    def from_folder(folder: Path) -> "Tokenizer":
-        """The tokenizer of a Hugging Face folder."""
+    def from_folder(folder: Path, *, origin: str | None = None) -> "Tokenizer":
+        """The tokenizer of a Hugging Face folder; `origin` is what a message calls it.
+
+        Raises ValueError where there is none, or it cannot be read.
+        """
+        called = (origin or str(folder)).removesuffix("/config.json")
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            raise ValueError(f"{folder} holds no tokenizer: convert a folder or file that has one")
+            raise ValueError(f"{called} holds no tokenizer: convert a folder or file that has one")
         try:
             inner = transformers().AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # Whatever transformers raises for files that it cannot read.
-            raise ValueError(f"{folder} holds a tokenizer that transformers cannot read: {_line(error)}") from error
+            raise ValueError(f"{called} has a tokenizer that transformers cannot read: {_line(error)}") from error
         return Tokenizer(inner, _end_ids(folder, inner))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, with the first token that the tokenizer puts before a text, once."""
+        """The tokens of `text`, with the first token that the tokenizer puts before a text, once.
+
+        Raises ValueError for half a character: a surrogate, as bytes that are no UTF-8 become.
+        """
+        _check_text(text)
         ids = list(self._inner.encode(text))
         bos = self._inner.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
@@ -97,6 +105,8 @@ class Tokenizer:
         """
         if not self._inner.chat_template:
             raise ValueError("this checkpoint's tokenizer has no chat template: give it a plain prompt, without --chat")
+        for message in messages:
+            _check_text(message.get("content", ""))
         try:
             return list(
                 self._inner.apply_chat_template(
@@ -176,3 +186,11 @@ def _end_ids(folder: Path, inner: Any) -> frozenset[int]:
 def _line(error: Exception) -> str:
     """The message of an error on one line."""
     return " ".join(str(error).split())[:300]
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        wrong = f"{text[error.start]!r} at character {error.start}"
+        raise ValueError(f"the text holds {wrong}, which is no character: give text in UTF-8") from None

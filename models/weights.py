@@ -4,10 +4,11 @@ A parameter may be given as an array or as a `Deferred`, which is computed, writ
 conversion holds one parameter at a time.
 """
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
 
     Arrays are stored uncompressed in chunks, one folder a name, so that any sharding reads only what it needs.
     """
-    array_handler().save(epath.Path(folder), args=save_arguments(arrays))
+    array_handler().save(_place(folder), args=save_arguments(arrays))
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
@@ -95,9 +96,27 @@ def save_arguments(arrays: Mapping[str, Any]) -> ocp.args.PyTreeSave:
     return ocp.args.PyTreeSave(dict(arrays), save_args=chunked)
 
 
+def _place(folder: Path) -> epath.Path:
+    """The folder as tensorstore takes it, which refuses paths with `..`."""
+    return epath.Path(folder.resolve())
+
+
+@contextlib.contextmanager
+def _damage_told(folder: Path) -> Iterator[None]:
+    """Whatever orbax and tensorstore raise for files that are cut, damaged or gone, as a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        told = " ".join(str(error).split())[:200]
+        raise ValueError(f"{folder} is damaged or not whole: convert or copy it again ({told})") from error
+
+
 def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every array in `folder`, as stored."""
-    tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))
+    with _damage_told(folder):
+        tree = ocp.PyTreeCheckpointHandler().metadata(_place(folder))
     return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tree.items()}
 
 
@@ -125,19 +144,21 @@ def read_arrays(
     # Unbounded, all arrays would be read at once and stand in host memory twice. One shard must fit.
     largest = max(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in wanted.values())
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + 8 * largest // 10**9)
-    return handler.restore(epath.Path(folder), args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments))
+    with _damage_told(folder):
+        return handler.restore(_place(folder), args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments))
 
 
 def read_array(folder: Path, name: str, dtype: np.dtype) -> np.ndarray:
     """One array of `folder`, whole and on the host; `dtype` is the one that it was stored in."""
-    return ocp.PyTreeCheckpointHandler().restore(
-        epath.Path(folder),
-        args=ocp.args.PyTreeRestore(
-            item={name: 0},
-            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)},
-            partial_restore=True,
-        ),
-    )[name]
+    with _damage_told(folder):
+        return ocp.PyTreeCheckpointHandler().restore(
+            _place(folder),
+            args=ocp.args.PyTreeRestore(
+                item={name: 0},
+                restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)},
+                partial_restore=True,
+            ),
+        )[name]
 
 
 def hash_array(array: np.ndarray) -> str:

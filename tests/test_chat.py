@@ -133,3 +133,41 @@ def test_files_of_prompts_are_answered_and_resumed(checkpoint, tmp_path, capsys)
     command[3] = str(other)
     assert treering.main([*command, "--output", str(whole)]) == 2 and "other prompts" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+    command[3] = str(prompts)
+    changed = [*command, "--output", str(whole), "--temperature", "1"]
+    assert treering.main(changed) == 2 and "by other options" in capsys.readouterr().err
+    assert sorted(whole.read_text().splitlines()) == sorted(again)
+
+
+@pytest.mark.parametrize("text", ['{"my": "only copy"}', '{"my": "only copy"}\n', "x", '{"index": 0}\n'])
+def test_an_output_that_holds_anything_else_is_kept(checkpoint, tmp_path, capsys, text):
+    import treering
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "mine.json").write_text(text)
+    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "mine.json")]
+    assert treering.main(["generate", str(checkpoint), *files]) == 2
+    assert "is not a file of answers: choose another --output" in capsys.readouterr().err
+    assert (tmp_path / "mine.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"prompt": "\xff"}', "can't decode byte 0xff"),
+        (b'{"prompt": ""}', "a text has at least one character"),
+        (b'{"prompt": "\\ud800"}', "is no character"),
+        (b'{"prompt": "x", "messages": []}', "it has not one of prompt and messages"),
+        (b'{"messages": []}', "its messages are []"),
+        (b'{"messages": [{"role": "user"}]}', "its messages are [{'role': 'user'}]"),
+        (b"{", "it is no JSON"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_told_with_its_number(checkpoint, tmp_path, capsys, line, said):
+    import treering
+
+    (tmp_path / "prompts.jsonl").write_bytes(b'{"prompt": "x"}\n\n' + line + b"\n")
+    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers")]
+    assert treering.main(["generate", str(checkpoint), *files]) == 2
+    err = capsys.readouterr().err
+    assert "prompts.jsonl line 3: " in err and said in err and not (tmp_path / "answers").exists()

@@ -1,9 +1,11 @@
 """Models are run from where they lie, and are the same as after a conversion."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -73,3 +75,49 @@ def test_what_cannot_be_run_says_why(folder: Path, capsys: pytest.CaptureFixture
     refused("hf", "holds no weights")
     (folder / "checkpoint" / "model.json").unlink()
     refused("checkpoint", "is unfinished")
+
+
+def test_paths_through_a_parent_folder_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "beside").mkdir()
+    monkeypatch.chdir(folder / "beside")
+    convert("../hf", "../beside/made")
+    assert treering.main(["export", "../beside/made", "../beside/back"]) == 0
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), ("data", "fsdp", "context", "tensor"))
+    found, right = (
+        named_leaves(open_model(path).load(Plan(mesh, "decode"), None)) for path in ("../beside/made", "../checkpoint")
+    )
+    assert all(np.array_equal(found[path], array) for path, array in right.items())
+
+
+def cut(weights: Path) -> None:
+    file = next(path for path in (weights / "embed.table").iterdir() if path.name != ".zarray")
+    file.write_bytes(file.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut,
+        lambda weights: shutil.rmtree(weights / "embed.table"),
+        lambda weights: (weights / "embed.table" / ".zarray").write_text("{"),
+    ],
+)
+def test_damaged_weights_are_told_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str], damage) -> None:
+    damage(folder / "checkpoint" / "weights")
+    assert treering.main(["export", str(folder / "checkpoint"), str(folder / "back")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoint/weights is damaged or not whole: convert or copy it again" in said
+
+
+def test_a_run_is_no_model_but_has_some(folder: Path) -> None:
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    (folder / "run" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a run, or a step of one: give checkpoints/STEP/model in it"):
+        open_model(folder / "run")
+
+
+def test_text_that_is_no_unicode_is_refused(folder: Path) -> None:
+    tokenizer = open_model(folder / "checkpoint").tokenizer()
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])):
+        with pytest.raises(ValueError, match=r"the text holds '\\udcff' at character 1, which is no character"):
+            encode("a\udcff")

@@ -179,7 +179,10 @@ def test_a_run_goes_on_from_another_runs_step_and_place_in_the_data(straight: Pa
     assert lines(tmp_path / "second") == lines(straight / "run")[7:]
 
 
-def test_sigterm_saves_and_stops_and_the_same_command_goes_on(straight: Path, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on(
+    straight: Path, tmp_path: Path, monkeypatch, which: signal.Signals
+) -> None:
     from train import run as module
 
     class Recorder(module.Recorder):
@@ -187,14 +190,14 @@ def test_sigterm_saves_and_stops_and_the_same_command_goes_on(straight: Path, tm
             super().add(step, *rest)
             if step == 5 and not asked.is_set():
                 asked.set()
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), which)
 
     asked = threading.Event()
     monkeypatch.setattr(module, "Recorder", Recorder)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(module.Stopped, match="stopped by SIGTERM after step 5, and saved") as stopped:
+    before = signal.getsignal(which)
+    with pytest.raises(module.Stopped, match=f"stopped by {which.name} after step 5, and saved") as stopped:
         module.train(beside(straight, tmp_path))
-    assert stopped.value.status == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert stopped.value.status == 128 + which and signal.getsignal(which) is before
     assert module.finished_steps(tmp_path / "run" / "checkpoints") == [5]
     module.train(beside(straight, tmp_path))
     assert lines(tmp_path / "run") == lines(straight / "run")

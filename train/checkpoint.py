@@ -115,7 +115,7 @@ class Checkpoints:
         self._reader: threading.Thread | None = None
         self._fault: str | None = None
         self._manager = ocp.CheckpointManager(
-            folder.absolute(),
+            folder.resolve(),
             item_handlers={"model": FolderHandler(), "train": FolderHandler()},
             options=ocp.CheckpointManagerOptions(
                 create=True,

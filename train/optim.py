@@ -41,9 +41,9 @@ def check_schedule(config: ScheduleConfig, steps: int) -> None:
     """Raises ValueError where a schedule does not fit into a run of `steps`."""
     decay = config.decay_steps or 0
     if config.warmup_steps + decay > steps:
-        rise = f"schedule.warmup_steps {config.warmup_steps}"
+        rise = f"optimizer.schedule.warmup_steps {config.warmup_steps}"
         fall = f" and schedule.decay_steps {decay} together" if decay else ""
-        raise ValueError(f"{rise}{fall} in a run of {steps} steps: together they may take at most all of them")
+        raise ValueError(f"{rise}{fall} in a run of {steps} steps: at most {steps} work")
 
 
 def learning_rate(config: OptimizerConfig, step: Int[Array, ""], steps: int) -> Float[Array, ""]:

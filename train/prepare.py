@@ -14,7 +14,7 @@ from filelock import FileLock
 from configs.model import ModelConfig
 from configs.run import RunConfig, fixed, flat
 from layers.sharding import Plan
-from models.load import open_model
+from models.load import RUN_CHECKPOINTS, open_model
 from models.record import RECORD, TOKENIZER, read_config
 from models.tokenizer import Tokenizer
 from train.batch import check_batch
@@ -27,7 +27,7 @@ from train.sources import open_source, told
 from train.store import TokenStore, hash_folder, tokenise
 
 CONFIG = "config.json"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS = RUN_CHECKPOINTS
 REPORTED_DOCUMENTS = 1 << 20
 """Stores of more documents than this are not packed as a whole for a report."""
 

@@ -53,7 +53,7 @@ def train(config: RunConfig) -> Outcome:
     """Runs `config`, or goes on with what its folder holds.
 
     Raises ValueError for a run that cannot be, before anything is compiled or written; OSError where a checkpoint
-    cannot be written; `Stopped` on SIGTERM, and after too many steps without a finite loss.
+    cannot be written; `Stopped` on SIGTERM and Ctrl-C, and after too many steps without a finite loss.
     """
     # Devices, and all that can be wrong.
     if config.cpu_devices is not None:
@@ -190,7 +190,8 @@ def train(config: RunConfig) -> Outcome:
             advice = "lower the learning rate, or look at the data"
             raise Stopped(f"{told}; the run is saved at step {step}: {advice}", status=1) from None
     if asked_to_stop and step < last:
-        raise Stopped(f"stopped by SIGTERM after step {step}, and saved: the same command goes on", status=143)
+        told = f"stopped by {asked.which.name} after step {step}, and saved: the same command goes on"
+        raise Stopped(told, status=128 + asked.which)
     say(f"done: steps {first_step + 1} to {step}; the model is {folder / CHECKPOINTS / str(step) / 'model'}")
     return Outcome(step, recorder.newest, evaluated)
 

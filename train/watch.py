@@ -176,18 +176,32 @@ class Recorder:
 
 
 class StopSignal:
-    """Whether SIGTERM has come; several processes agree on the step, through JAX's own service."""
+    """Whether to stop: SIGTERM or Ctrl-C has come (a second Ctrl-C ends at once).
+
+    Several processes agree on the step, on SIGTERM only, through JAX's own service.
+    """
+
+    which: signal.Signals = signal.SIGTERM
+    """The one that came."""
 
     def __enter__(self) -> "StopSignal":
         self._came = threading.Event()
         self._ours = threading.current_thread() is threading.main_thread() and jax.process_count() == 1
         if self._ours:
-            self._before = signal.signal(signal.SIGTERM, lambda *_: self._came.set())
+            self._before = {one: signal.signal(one, self._take) for one in (signal.SIGTERM, signal.SIGINT)}
         return self
+
+    def _take(self, number: int, _: Any) -> None:
+        self.which = signal.Signals(number)
+        self._came.set()
+        if self.which is signal.SIGINT:
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+            print("Ctrl-C: stopping after this step, and saving; once more ends at once", file=sys.stderr)
 
     def __exit__(self, *_: object) -> None:
         if self._ours:
-            signal.signal(signal.SIGTERM, self._before)
+            for one, before in self._before.items():
+                signal.signal(one, before)
 
     def __call__(self, step: int) -> bool:
         """Whether to save and stop after `step`."""
