@@ -65,7 +65,11 @@ def test_spread_chunks_equal_one_pass(folder, mesh, oracle, sizes, small_pages):
     assert np.array_equal(np.asarray(state.cache.lengths), done)
 
 
-@pytest.mark.parametrize("sizes", [{"context": 4}, {"data": 2, "context": 2, "tensor": 2}], ids=name)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"context": 4}, marks=pytest.mark.long), {"data": 2, "context": 2, "tensor": 2}],
+    ids=name,
+)
 def test_requests_of_any_length_get_the_answers_that_they_get_alone(folder, mesh, alone, sizes):
     """Long chunks beside short ones, while other rows decode."""
     from infer.scheduler import Scheduler

@@ -111,6 +111,7 @@ def test_stopped_at_seven_and_at_an_epochs_end_a_run_ends_bit_equal(straight: Pa
     assert [name for name in expected if not np.array_equal(expected[name], found[name])] == []
 
 
+@pytest.mark.long
 def test_resumed_on_another_mesh_a_run_ends_within_rounding(straight: Path, tmp_path: Path) -> None:
     from train.run import train
 
@@ -156,6 +157,7 @@ def test_generate_reads_a_runs_model(straight: Path, capsys) -> None:
     assert result["finish_reason"] == "stop" or result["tokens"] and isinstance(result["text"], str)
 
 
+@pytest.mark.long
 def test_a_run_starts_from_the_weights_of_another_with_a_longer_context(straight: Path, tmp_path: Path, capsys) -> None:
     from train.run import train
 

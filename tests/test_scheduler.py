@@ -87,6 +87,7 @@ def test_answers_are_those_of_each_request_alone(folder, mesh, alone, sizes):
         assert made[index] == tokens and reasons[index] == reason, index
 
 
+@pytest.mark.long
 def test_random_cancels_leave_others_alone_and_no_page_behind(folder, mesh, alone, monkeypatch):
     """Small pages in a pool too small for all rows at once: requests wait, and all pages come back."""
     from infer import engine as module
