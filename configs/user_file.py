@@ -3,8 +3,10 @@
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _PREFIX = "_file_of_the_user_"
 
@@ -50,14 +52,14 @@ def _free(path: Path) -> bool:
     return found is None or found.origin == str(path.resolve())
 
 
-def find_in_file(name: str, what: str) -> object:
-    """What `FILE.py:NAME` names; `what` says what that should be, for errors.
+def find_in_file(name: str, what: str, fits: Callable[[object], bool] = lambda _: True) -> Any:
+    """What `FILE.py:NAME` names; `what` says what that should be, for errors, and `fits` whether a value can be it.
 
-    Raises ValueError where the file or the name is not there.
+    Raises ValueError where the file or the name is not there, or its value does not fit.
     """
     path, _, attribute = name.rpartition(":")
     module, _ = import_file(path)
-    if not hasattr(module, attribute):
-        names = [key for key in vars(module) if not key.startswith("_")]
-        raise ValueError(f"{path} has no {what} {attribute!r}: it has {', '.join(names) or 'nothing'}")
+    if not hasattr(module, attribute) or not fits(getattr(module, attribute)):
+        names = [key for key, value in vars(module).items() if not key.startswith("_") and fits(value)]
+        raise ValueError(f"{path} has no {what} {attribute!r}: it has {', '.join(names) or 'none'}")
     return getattr(module, attribute)

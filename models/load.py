@@ -17,14 +17,11 @@ from models.checkpoint import abstract_model, load_model, named_leaves
 from models.convert import Parameter, fill, match, open_source, read_source_config
 from models.meta import PARAMS
 from models.progress import byte_progress
-from models.record import RECORD, TOKENIZER, WEIGHTS, read_config
+from models.record import CHECKPOINTS, RECORD, TOKENIZER, WEIGHTS, read_config
 from models.source import Source
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 from models.weights import DTYPES
-
-RUN_CHECKPOINTS = "checkpoints"
-"""Where a training run's folder has its checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +43,8 @@ def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> Open
     Raises what `read_record` does for what looks like a checkpoint, and what `open_source` does for the rest.
     """
     folder = Path(path)
-    if (folder / RUN_CHECKPOINTS).is_dir() or (folder / "model" / RECORD).is_file():
-        raise ValueError(
-            f"{path} is a run, or a step of one: give {RUN_CHECKPOINTS}/STEP/model in it, which is its model"
-        )
+    if (folder / CHECKPOINTS).is_dir() or (folder / "model" / RECORD).is_file():
+        raise ValueError(f"{path} is a run, or a step of one: give {CHECKPOINTS}/STEP/model in it, which is its model")
     foreign = folder.is_file() or any((folder / name).is_file() for name in ("config.json", PARAMS))
     if not foreign or (folder / RECORD).exists() or (folder / WEIGHTS).is_dir():
         return OpenModel(

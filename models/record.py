@@ -14,6 +14,8 @@ FORMAT = 1
 RECORD = "model.json"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
+CHECKPOINTS = "checkpoints"
+"""Where a training run's folder has its checkpoints, STEP/model/ each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,15 +76,16 @@ class Tokenizer:
         Raises ValueError for half a character: a surrogate, as bytes that are no UTF-8 become.
         """
         _check_text(text)
-        ids = list(self._inner.encode(text))
-        bos = self._inner.bos_token_id
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+        return self._begun_once(self._inner.encode(text))
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each, on all cores where the tokenizer can."""
-        bos = self._inner.bos_token_id
         rows = self._inner(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
-        return [list(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids) for ids in rows]
+        return [self._begun_once(ids) for ids in rows]
+
+    def _begun_once(self, ids: Sequence[int]) -> list[int]:
+        bos = self._inner.bos_token_id
+        return list(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids)
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         """`encode`, and for each token the character that it begins at; -1 for those that stand for no text.
@@ -95,7 +96,7 @@ class Tokenizer:
             raise ValueError("this tokenizer cannot tell where in the text its tokens begin: it has no tokenizer.json")
         encoded = self._inner(text, return_offsets_mapping=True, return_attention_mask=False, verbose=False)
         places = [start if end > start else -1 for start, end in encoded["offset_mapping"]]
-        ids = self.encode(text)
+        ids = self._begun_once(encoded["input_ids"])
         return ids, places[len(places) - len(ids) :]
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

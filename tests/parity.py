@@ -43,6 +43,25 @@ def ours(folder: Path, model: Any, plan: Plan) -> Any:
     return open_model(folder / "hf").load(plan, None)
 
 
+def there_and_back(model: Any, folder: Path) -> Any:
+    """transformers' model of what we export after converting `model`, each parameter's bits compared on the way."""
+    from transformers import AutoModelForCausalLM
+
+    from models.convert import convert
+    from models.export import export
+
+    model.save_pretrained(folder / "hf")
+    convert(folder / "hf", folder / "checkpoint")
+    export(folder / "checkpoint", folder / "back", shard_bytes=60_000)
+    back, said = AutoModelForCausalLM.from_pretrained(folder / "back", output_loading_info=True)
+    assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    theirs = dict(model.named_parameters())
+    assert theirs.keys() == dict(back.named_parameters()).keys()
+    for name, parameter in back.named_parameters():
+        assert parameter.dtype == theirs[name].dtype and torch.equal(parameter, theirs[name]), name
+    return back
+
+
 def run(model: Any, plan: Plan, ids: np.ndarray, *, dtype: str = "float32") -> np.ndarray:
     """Logits `[batch seq vocab]`; rows shorter than the longest end in -1, which is padding."""
     from layers.attention import Context

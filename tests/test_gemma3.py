@@ -13,7 +13,7 @@ from configs.rope import DefaultRope, LinearRope
 from layers.sharding import Plan
 from models.families import families
 from models.families.fields import Fields
-from parity import oracle, ours, right_logits, run
+from parity import oracle, ours, right_logits, run, there_and_back
 
 torch = pytest.importorskip("torch")
 
@@ -125,19 +125,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path, plan: Pl
 def test_there_and_back_bit_for_bit(tmp_path: Path, layers: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    from models.convert import convert
-    from models.export import export
-
-    model = oracle(config(layers), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "back", shard_bytes=60_000)
-    back, said = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    theirs = dict(model.named_parameters())
-    assert theirs.keys() == dict(back.named_parameters()).keys()
-    for name, parameter in back.named_parameters():
-        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, theirs[name]), name
+    there_and_back(oracle(config(layers), dtype=torch.bfloat16), tmp_path)
     # Read in float32, since a model that is cast keeps its embeddings' factor as bfloat16 rounded it.
     theirs, mine = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32") for name in ("hf", "back"))
     ids = np.random.default_rng(0).integers(0, VOCAB, (1, 60))

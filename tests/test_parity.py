@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from layers.sharding import Plan
-from parity import oracle, ours, right_logits, run
+from parity import oracle, ours, right_logits, run, there_and_back
 
 torch = pytest.importorskip("torch")
 
@@ -212,23 +212,10 @@ def test_rotary_angles(kind: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_export_gives_transformers_the_same_model(tmp_path: Path, plan: Plan, family: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from models.convert import convert
-    from models.export import export
-
     for number in (1, 2):
         config, folder = grid(family)[number], tmp_path / str(number)
         model = oracle(config, seed=number)
-        model.save_pretrained(folder / "hf")
-        convert(folder / "hf", folder / "checkpoint")
-        export(folder / "checkpoint", folder / "back", shard_bytes=60_000)
-        back, said = AutoModelForCausalLM.from_pretrained(folder / "back", output_loading_info=True)
-        assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        theirs = dict(model.named_parameters())
-        assert theirs.keys() == dict(back.named_parameters()).keys()
-        for name, parameter in back.named_parameters():
-            assert torch.equal(parameter, theirs[name]), name
+        back = there_and_back(model, folder)
         ids = np.random.default_rng(0).integers(0, VOCAB, (1, 100))
         assert (
             np.abs(right_logits(back, ids) - right_logits(model, ids)).max()

@@ -12,7 +12,7 @@ from configs.llama import LLAMA_3_2_1B
 from configs.model import ModelConfig
 from configs.recipes import RECIPES
 from configs.run import RunConfig
-from configs.user_file import import_file
+from configs.user_file import find_in_file
 
 
 def main(arguments: list[str]) -> int:
@@ -73,18 +73,14 @@ def find_recipe(name: str) -> Callable[..., RunConfig]:
     """
     if name in RECIPES:
         return RECIPES[name]
-    path, colon, function = name.rpartition(":")
+    path, colon, _ = name.rpartition(":")
     if not colon:
         if name.endswith(".py"):
             raise ValueError(f"{name} names a file and no recipe in it: {name}:NAME")
         raise ValueError(f"unknown recipe {name!r}: the recipes are {', '.join(RECIPES)}, or path/to/recipes.py:NAME")
     if not Path(path).is_file():
         raise ValueError(f"{path} is no file: a recipe of your own is path/to/recipes.py:NAME")
-    module, _ = import_file(path)
-    found = getattr(module, function, None)
-    if not callable(found):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ValueError(f"{path} has no recipe {function!r}: it has {', '.join(names) or 'none'}")
+    found = find_in_file(name, "recipe", callable)
 
     @functools.wraps(found)
     def checked(*weights: Any) -> RunConfig:

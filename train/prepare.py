@@ -5,17 +5,19 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from filelock import FileLock
 
 from configs.model import ModelConfig
 from configs.run import RunConfig, fixed, flat
 from layers.sharding import Plan
-from models.load import RUN_CHECKPOINTS, open_model
-from models.record import RECORD, TOKENIZER, read_config
+from models.load import open_model
+from models.record import CHECKPOINTS, RECORD, TOKENIZER, read_config
 from models.tokenizer import Tokenizer
 from train.batch import check_batch
 from train.checkpoint import finished_steps
@@ -27,7 +29,6 @@ from train.sources import open_source, told
 from train.store import TokenStore, hash_folder, tokenise
 
 CONFIG = "config.json"
-CHECKPOINTS = RUN_CHECKPOINTS
 REPORTED_DOCUMENTS = 1 << 20
 """Stores of more documents than this are not packed as a whole for a report."""
 
@@ -136,13 +137,18 @@ def _tokenizer_of(weights: Path, cache: Path) -> Path:
     with TemporaryDirectory() as scratch:
         open_model(weights).save_tokenizer(Path(scratch))
         folder = cache / "tokenizers" / hash_folder(Path(scratch))
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            if not folder.is_dir():
-                partial = folder.with_suffix(".partial")
-                shutil.rmtree(partial, ignore_errors=True)
-                shutil.copytree(scratch, partial)
-                os.replace(partial, folder)
+        return _made_once(folder, functools.partial(shutil.copytree, scratch))
+
+
+def _made_once(folder: Path, make: Callable[[Path], Any]) -> Path:
+    """`folder`, which `make` writes where it is not there yet: whole or not at all, by one process."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.is_dir():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            make(partial)
+            os.replace(partial, folder)
     return folder
 
 
@@ -152,20 +158,16 @@ def _new_tokenizer(config: RunConfig) -> Path:
     if kind == "bpe":
         if data.streaming:
             raise ValueError("data.tokenizer bpe with data.streaming: byte pairs are learned from stored data")
-        opened = [(source, open_source(source, streaming=False, cache=cache)) for source in data.sources]
-        texts = [(source, rows) for source, rows in opened]
+        texts = [(source, open_source(source, streaming=False, cache=cache)) for source in data.sources]
         known = [kind, config.model.vocab, *(rows._fingerprint for _, rows in texts)]
     folder = cache / "tokenizers" / hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.is_dir():
-            partial = folder.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            columns = [told(source, functools.partial(rows.__getitem__, source.column)) for source, rows in texts]
-            rows = (row for column in columns for row in column if row)
-            write_tokenizer(partial, "bpe" if kind == "bpe" else "bytes", rows, config.model.vocab)
-            os.replace(partial, folder)
-    return folder
+
+    def make(partial: Path) -> None:
+        columns = [told(source, functools.partial(rows.__getitem__, source.column)) for source, rows in texts]
+        rows = (row for column in columns for row in column if row)
+        write_tokenizer(partial, "bpe" if kind == "bpe" else "bytes", rows, config.model.vocab)
+
+    return _made_once(folder, make)
 
 
 def cache_folder(config: RunConfig) -> Path:

@@ -20,12 +20,12 @@ from layers.program import Program
 from layers.sharding import Plan
 from models.families import families
 from models.load import open_model
-from models.record import TOKENIZER
+from models.record import CHECKPOINTS, TOKENIZER
 from train.batch import place
 from train.checkpoint import Checkpoints, finished_steps, restore
 from train.data import ahead, batches, process_rows
 from train.held_out import HeldOut, in_words
-from train.prepare import CHECKPOINTS, CONFIG, check_run, find_tokenizer, open_data, weights_of
+from train.prepare import CONFIG, check_run, find_tokenizer, open_data, weights_of
 from train.step import TrainState, abstract_state, init_state, step_program
 from train.watch import Profile, Recorder, StopSignal, TooManySkips, Watchdog
 
