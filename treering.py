@@ -66,7 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
                 importlib.import_module("models.plugin").load_plugin(file)
             if {"-h", "--help"} & set(rest):
                 print(PLUGIN, end="\n\n")
-        return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+        status = importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+        sys.stdout.flush()  # here a closed pipe can still be answered
+        return status
     except BrokenPipeError:
         # Who reads standard output has had enough, as `head` does: nothing to tell, and nothing left to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,9 @@
 """The command line: a user's mistake is one plain line, exit status 2, and nothing written."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -131,3 +134,15 @@ def test_help_names_every_option(capsys):
         assert flag in shown or flag == "--checkpoint"
     assert run(["--help"], capsys)[0] == 0
     assert run([], capsys)[0] == 2
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_who_closes_the_pipe_is_told_nothing(buffered):
+    """As `treering zoo | head -1` does; PYTHONUNBUFFERED decides whether a write or the last flush meets it."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "treering", "zoo"]
+    with os.fdopen(write) as pipe:
+        environment = os.environ | {"PYTHONUNBUFFERED": buffered}
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (141, "")

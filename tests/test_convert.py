@@ -516,3 +516,14 @@ def test_the_demo_model(demo_gguf: Path, tmp_path: Path, plan: Plan) -> None:
         ids.append(int(tiny.logits(model, plan, np.array([ids]))[0, -1].argmax()))
         said.push(ids[-1])
     assert tokenizer.decode(ids[-7:]) == "The capital of France is Paris."
+
+
+def test_a_tokenizer_that_cannot_be_read_is_called_by_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny.write_folder(tmp_path / "hf")
+    (source / "tokenizer.json").write_text("{")
+    for command in (["convert", str(source), str(tmp_path / "out")], ["generate", str(source), "--prompt", "x"]):
+        assert treering.main(command) == 2
+        assert f"{source} has a tokenizer that transformers cannot read" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [source]

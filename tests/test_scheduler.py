@@ -165,6 +165,9 @@ def test_logprobs_are_told_of_the_requests_that_asked(folder, mesh):
     events = list(scheduler.run())
     assert all((event.logprob is not None) == (event.request == asked) for event in events)
     tokens = [event.token for event in events if event.request == asked]
+    # The first is known before others are drawn, though all are told after one step: rates are counted from it.
+    first, second, *_ = (event.time for event in events if event.request == asked)
+    assert first < second
     for step, event in enumerate(event for event in events if event.request == asked):
         logits, _ = engine.append(engine.empty_state(), [[1, 2, 3, *tokens[:step]], []])
         table = np.asarray(logits)[0].astype(np.float64)
