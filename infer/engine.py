@@ -28,8 +28,9 @@ from layers.sharding import Plan
 from layers.trained_weight import lower, trained
 from models.transformer import Transformer, empty_pools
 
-PAGE_SLOTS = 256
-"""Slots of a page on each device: long enough that a page's products run at speed."""
+PAGE_SLOTS = 128
+"""Slots of a page on each device: long enough that a page's products run at speed, short enough that a row's last page,
+which is read whole, costs little."""
 MAX_STEPS = 8
 """Tokens that one call of `decode` draws in each row at most."""
 

@@ -5,7 +5,8 @@ share of every row at every length. A page is the same `page_len` local slots on
 consecutive tokens. A row's page table says where its pages lie in the pool, so rows of any length share it and no
 program depends on which pages a row was given. Keys are stored rotated.
 
-The order in memory, `kv_heads kv_seq head_dim` within a page, is private to this module.
+The order in memory within a page is private to this module: `kv_heads head_dim kv_seq` for keys, `kv_heads kv_seq
+head_dim` for values. So both are the right operand of their product as it stands.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ QUERY_TILE = 256
 class PagePool(eqx.Module):
     """Keys and values of all layers that share a place in the pattern."""
 
-    keys: Float[Array, "layers pages kv_heads kv_seq head_dim"] = array_field("layers pages kv_heads kv_seq head_dim")
+    keys: Float[Array, "layers pages kv_heads head_dim kv_seq"] = array_field("layers pages kv_heads head_dim kv_seq")
     values: Float[Array, "layers pages kv_heads kv_seq head_dim"] = array_field("layers pages kv_heads kv_seq head_dim")
 
     @staticmethod
@@ -40,19 +41,25 @@ class PagePool(eqx.Module):
         *, layers: int, pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: jnp.dtype
     ) -> "PagePool":
         """`pages` pages of `page_tokens` tokens each (all context devices together), holding nothing."""
-        shape = (layers, pages, kv_heads, page_tokens, head_dim)
-        return PagePool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        keys, values = (head_dim, page_tokens), (page_tokens, head_dim)
+        return PagePool(*(jnp.zeros((layers, pages, kv_heads, *page), dtype) for page in (keys, values)))
+
+    def specs(self, plan: Plan) -> tuple[PartitionSpec, PartitionSpec]:
+        """How keys and values are split over the mesh."""
+        return (
+            plan.spec("layers pages kv_heads head_dim kv_seq", self.keys.shape),
+            plan.spec("layers pages kv_heads kv_seq head_dim", self.values.shape),
+        )
 
     def with_copies(self, source: Int[Array, "batch"], target: Int[Array, "batch"], plan: Plan) -> "PagePool":
         """With one page of each group of devices (a coordinate of data x fsdp) copied to another of its pages."""
-        spec = plan.spec("layers pages kv_heads kv_seq head_dim", self.keys.shape)
-        rows = plan.spec("batch", source.shape)
+        specs, rows = self.specs(plan), plan.spec("batch", source.shape)
 
-        def island(pool, source, target):
-            return pool.at[:, target[0]].set(pool[:, source[0]])
+        def island(keys, values, source, target):
+            return tuple(pool.at[:, target[0]].set(pool[:, source[0]]) for pool in (keys, values))
 
-        copy = jax.shard_map(island, mesh=plan.mesh, in_specs=(spec, rows, rows), out_specs=spec)
-        return PagePool(copy(self.keys, source, target), copy(self.values, source, target))
+        copy = jax.shard_map(island, mesh=plan.mesh, in_specs=(*specs, rows, rows), out_specs=specs)
+        return PagePool(*copy(self.keys, self.values, source, target))
 
 
 class PagedAttention(eqx.Module):
@@ -92,15 +99,18 @@ class PagedAttention(eqx.Module):
         spread = "context" in plan.axes("seq", seq)
         scheme = head_scheme(plan, q.shape)
         out_dims = "batch seq out_heads head_dim" if scheme == "all_to_all" else "batch seq heads head_dim"
-        pool_spec = plan.spec("layers pages kv_heads kv_seq head_dim", state.keys.shape)
+        pool_specs = state.specs(plan)
         kv_spec = plan.spec("batch seq kv_heads head_dim", k.shape)
         rows = plan.axes("batch", q.shape[0])
 
         def island(q, k, v, keys, values, table, positions, layer):
             rank = lax.axis_index("context")
             own = lax.dynamic_slice_in_dim(positions, rank * q.shape[1], q.shape[1], axis=1) if spread else positions
-            keys = _write(keys, k, layer, table, own, rank, devices)
-            values = _write(values, v, layer, table, own, rank, devices)
+            slots = values.shape[3]
+            page, slot = _places(own, table, slots, rank, devices)
+            # An index past the pool is not written; one of -1 would be its last page.
+            keys = keys.at[layer, page, :, :, slot].set(k.astype(keys.dtype), mode="drop")
+            values = values.at[layer, page, :, slot].set(v.astype(values.dtype), mode="drop")
 
             def attend(q, positions):
                 with jax.named_scope("cached_attention"):
@@ -125,14 +135,13 @@ class PagedAttention(eqx.Module):
                 plan.spec("batch seq heads head_dim", q.shape),
                 kv_spec,
                 kv_spec,
-                pool_spec,
-                pool_spec,
+                *pool_specs,
                 plan.spec("batch row_pages", self.table.shape),
                 # Of all devices' tokens: gathered once for all layers, not in each.
                 PartitionSpec(rows, None),
                 PartitionSpec(),
             ),
-            out_specs=(plan.spec(out_dims, q.shape), pool_spec, pool_spec),
+            out_specs=(plan.spec(out_dims, q.shape), *pool_specs),
         )(q, k, v, state.keys, state.values, self.table, context.positions, jnp.asarray(layer, jnp.int32))
         return out, PagePool(keys, values)
 
@@ -173,32 +182,27 @@ def head_scheme(plan: Plan, shape: tuple[int, ...]) -> Scheme:
     return "all_to_all" if "context" in plan.axes("out_heads", shape[2]) else "all_gather"
 
 
-def _write(
-    pool: Float[Array, "layers pages kv_heads slots head_dim"],
-    new: Float[Array, "batch seq kv_heads head_dim"],
-    layer: Int[Array, ""],
-    table: Int[Array, "batch row_pages"],
+def _places(
     positions: Int[Array, "batch seq"],
+    table: Int[Array, "batch row_pages"],
+    slots: int,
     rank: Int[Array, ""],
     devices: int,
-) -> Float[Array, "layers pages kv_heads slots head_dim"]:
-    """Stores the new tokens that this device owns, in place.
+) -> tuple[Int[Array, "batch seq"], Int[Array, "batch seq"]]:
+    """The page of this device's pool, and the slot in it, where the key of each new token goes.
 
-    A token of another device, of padding, or past the row's last page gets an index past the pool, where a scatter
-    writes nothing; an index of -1 would write the last page.
+    A token of another device, of padding, or past the row's last page has a page past every pool.
     """
-    _, pages, _, slots, _ = pool.shape
     slot = positions // devices
     row_page = slot // slots
     owned = (positions >= 0) & (positions % devices == rank) & (row_page < table.shape[1])
     page = jnp.take_along_axis(table, jnp.clip(row_page, 0, table.shape[1] - 1), axis=1)
-    page = jnp.where(owned, page, pages)
-    return pool.at[layer, page, :, slot % slots, :].set(new.astype(pool.dtype), mode="drop", unique_indices=False)
+    return jnp.where(owned, page, jnp.iinfo(jnp.int32).max), slot % slots
 
 
 def _attend(
     q: Float[Array, "batch seq heads head_dim"],
-    keys: Float[Array, "layers pages kv_heads slots head_dim"],
+    keys: Float[Array, "layers pages kv_heads head_dim slots"],
     values: Float[Array, "layers pages kv_heads slots head_dim"],
     layer: Int[Array, ""],
     table: Int[Array, "batch row_pages"],
@@ -213,7 +217,7 @@ def _attend(
     steps, and an empty page is never read.
     """
     batch, seq, heads, head_dim = q.shape
-    _, _, kv_heads, slots, _ = keys.shape
+    _, _, kv_heads, slots, _ = values.shape
     group = heads // kv_heads
     wide = statistics_dtype(q.dtype)
     scale = mask.score_scale(head_dim)
@@ -236,12 +240,12 @@ def _attend(
     def step(index, carry):
         peak, total, out = carry
         item = index * batch + jnp.arange(batch)
-        row = jnp.minimum(jnp.searchsorted(ends, item, side="right"), batch - 1)
+        row = jnp.minimum(jnp.searchsorted(ends, item, side="right", method="compare_all"), batch - 1)
         row_page = first[row] + item - starts[row]
         page = table[row, jnp.clip(row_page, 0, table.shape[1] - 1)]
         k = keys[layer, page].astype(q.dtype)
         v = values[layer, page].astype(q.dtype)
-        scores = jnp.einsum("bkqd,bksd->bkqs", grouped[row], k, preferred_element_type=wide)
+        scores = jnp.einsum("bkqd,bkds->bkqs", grouped[row], k, preferred_element_type=wide)
         if not scaled_early:
             scores = scores * scale
         if mask.softcap is not None:

@@ -145,7 +145,7 @@ def test_a_request_that_can_never_fit_is_refused_and_one_that_does_not_fit_now_w
     whole = test_engine.make_engine(folder, mesh, {"context": 1}, batch=2, capacity=512)
     engine = Engine(whole.model, whole.plan, whole.precision, batch=2, capacity=512, pages=1)
     scheduler = Scheduler(engine)
-    with pytest.raises(ValueError, match="take 2 pages of 256 tokens, and the pool has 1"):
+    with pytest.raises(ValueError, match="take 3 pages of 128 tokens, and the pool has 1"):
         scheduler.submit([1] * 200, RequestConfig(max_new_tokens=100))
     first = scheduler.submit([1, 2, 3], RequestConfig(max_new_tokens=3))
     second = scheduler.submit([4, 5], RequestConfig(max_new_tokens=3))
