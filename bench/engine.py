@@ -1,8 +1,8 @@
 """The engine under load: `python -m bench.engine CHECKPOINT`.
 
-One CPU device, float32. Tokens a second of eight requests together over one alone; time to the first token of a 4k
-prompt beside transformers; the longest waits between tokens of a running request while a 4k prompt is read; the host's
-time a step beside the program's.
+One CPU device, float32. Tokens a second of eight requests together over one alone, all prompts read; time to the first
+token of a 4k prompt beside transformers; the longest waits between tokens of a running request while a 4k prompt is
+read, beside a mean chunk of that prompt alone; the host's time a step beside the program's.
 Writes bench/results/engine.md.
 """
 
@@ -34,20 +34,24 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def throughput(engine: Engine, requests: int, length: int) -> float:
-    """Tokens a second of `requests` together, after their prompts are read."""
+    """Tokens a second of `requests` together: after all prompts are read, and before the first answer ends."""
     scheduler = Scheduler(engine)
     for seed in range(requests):
         scheduler.submit(prompt(length, seed), RequestConfig(max_new_tokens=NEW_TOKENS))
-    first = None
-    tokens = 0
-    for event in scheduler.run():
-        if event.token is None:
-            continue
-        tokens += 1
-        if tokens == requests:
-            first = time.perf_counter()
-    assert first is not None
-    return (tokens - requests) / (time.perf_counter() - first)
+    begun: set[int] = set()
+    tokens, started, ended = 0, 0.0, 0.0
+    while not ended:
+        events = scheduler.step()
+        now = time.perf_counter()
+        if started:
+            tokens += sum(event.token is not None for event in events)
+        begun |= {event.request for event in events}
+        if any(event.finish_reason for event in events):
+            ended = now
+        elif len(begun) == requests and not started:
+            started = now
+    list(scheduler.run())
+    return tokens / (ended - started)
 
 
 def first_token(engine: Engine, length: int) -> float:
@@ -118,10 +122,10 @@ def main() -> None:
     plan = plan_for(MeshConfig(), "decode", fill="context")
     model = load_model(arguments.checkpoint, plan, "float32")
     oracle = transformers_model(model, "sdpa")
-    model = model.unrolled()
-    single = Engine(model, plan, Precision(), batch=1, capacity=LONG + 256)
-    eight = Engine(model, plan, Precision(), batch=8, capacity=1024)
-    two = Engine(model, plan, Precision(), batch=2, capacity=LONG + 256)
+    single, eight, two = (
+        Engine(model.unrolled(rows=rows), plan, Precision(), batch=rows, capacity=capacity)
+        for rows, capacity in ((1, LONG + 256), (8, 1024), (2, LONG + 256))
+    )
 
     def theirs() -> float:
         started = time.perf_counter()

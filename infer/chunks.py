@@ -8,8 +8,10 @@ import jax
 from layers.sharding import Plan
 from models.transformer import Transformer
 
-PREFILL_CHUNKS = (16, 64, 256)
+PREFILL_CHUNKS = (16, 64, 128, 256)
 """Tokens of a short chunk. Few, since each is a program to compile; a prompt's last chunk is padded."""
+BESIDE_OTHERS = 128
+"""Tokens of a short chunk at most while other requests wait for their next token."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,13 @@ class Chunks:
     least: int = 0
     """Tokens that are worth a long chunk, padded."""
 
-    def next(self, tokens: int) -> int:
-        """The next chunk of a prompt that has `tokens` left: a long one, or the largest short one that they fill, or
-        the smallest that holds them."""
+    def next(self, tokens: int, *, beside_others: bool = False) -> int:
+        """The next chunk of a prompt that has `tokens` left: a long one, or the smallest short one that holds them, or
+        the largest. `beside_others` says whether other requests wait for tokens."""
         if self.long is not None and tokens >= self.least:
             return self.long
-        return next((size for size in PREFILL_CHUNKS if size >= tokens), PREFILL_CHUNKS[-1])
+        sizes = [size for size in PREFILL_CHUNKS if size <= BESIDE_OTHERS or not beside_others]
+        return next((size for size in sizes if size >= tokens), sizes[-1])
 
     def of(self, tokens: int) -> list[int]:
         """All chunks of a prompt of `tokens`."""

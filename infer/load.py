@@ -50,14 +50,14 @@ def place(config: ModelConfig, options: DeviceOptions) -> tuple[Plan, Precision]
     return plan, Precision(params=dtype, compute=dtype, cache=dtype)
 
 
-def load(opened: OpenModel, tokenizer: Tokenizer, options: DeviceOptions) -> Loaded:
-    """Weights onto devices; says the mesh and the time it took."""
+def load(opened: OpenModel, tokenizer: Tokenizer, options: DeviceOptions, *, rows: int = 1) -> Loaded:
+    """Weights onto devices, to generate for `rows` rows at a time; says the mesh and the time it took."""
     plan, precision = place(opened.config, options)
     say("mesh", describe(plan))
     started = time.perf_counter()
     model = opened.load(plan, precision.params)
     one_cpu = plan.mesh.size == 1 and jax.default_backend() == "cpu"
     if options.layers == "unrolled" or (options.layers == "auto" and one_cpu):
-        model = model.unrolled()
+        model = model.unrolled(rows=rows if one_cpu else 1)
     say(f"weights loaded in {time.perf_counter() - started:.1f} s, {precision.params}")
     return Loaded(model, tokenizer, plan, precision)

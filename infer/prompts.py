@@ -52,8 +52,9 @@ def generate_file(options: GenerateOptions) -> None:
         say(f"all {len(prompts)} answers are in {output}")
         return
     capacity = min(config.context_length, max(len(prompts[n]) for n in todo) + request.max_new_tokens)
-    loaded = load(opened, tokenizer, options)
-    scheduler = Scheduler(loaded.engine(rows=min(options.rows, len(todo)), capacity=capacity))
+    rows = min(options.rows, len(todo))
+    loaded = load(opened, tokenizer, options, rows=rows)
+    scheduler = Scheduler(loaded.engine(rows=rows, capacity=capacity))
     answers: dict[int, tuple[int, Answer]] = {}
     for number in todo:
         submitted = scheduler.submit(prompts[number], request, end_ids=tokenizer.end_ids)

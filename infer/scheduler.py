@@ -271,7 +271,8 @@ class Scheduler:
             return
         scored = [request.config.logprobs or 0 for _, _, request in chosen if request.config.prompt_logprobs]
         chunks = Chunks() if scored else engine.chunks
-        size = max(chunks.next(len(request.prompt) - request.done) for _, _, request in chosen)
+        beside = bool(self._running())
+        size = max(chunks.next(len(r.prompt) - r.done, beside_others=beside) for _, _, r in chosen)
         fresh = not any(request.done for _, _, request in chosen)
         # A group without a prompt names a row of its own, for which nothing is appended.
         index = np.arange(engine.groups, dtype=np.int32) * engine.group_rows
@@ -311,8 +312,12 @@ class Scheduler:
             self.state, drawn = start(engine.model, self.state, logits, engine.put(index), engine.put(done))
             self._tell(drawn, index)
 
+    def _running(self) -> list[Request]:
+        """The requests whose prompts are read."""
+        return [request for request in self._rows if request and request.done == len(request.prompt)]
+
     def _decode(self) -> None:
-        running = [request for request in self._rows if request and request.done == len(request.prompt)]
+        running = self._running()
         if not running:
             return
         # Somebody waits: for this token, or for the next chunk of a prompt.

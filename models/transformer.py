@@ -139,9 +139,21 @@ class Transformer(eqx.Module):
         period = len(self.blocks.places)
         return range(place, period * self.blocks.periods, period)
 
-    def unrolled(self) -> "Transformer":
-        """The same model with its blocks as separate arrays."""
-        return self if isinstance(self.blocks, Unrolled) else dataclasses.replace(self, blocks=unroll(self.blocks))
+    def unrolled(self, *, rows: int = 1) -> "Transformer":
+        """The same model with its blocks as separate arrays.
+
+        Where one CPU device is to decode several `rows` at a time, their weights are stored in dims first.
+        """
+        if isinstance(self.blocks, Unrolled):
+            return self
+        blocks = self.blocks
+        if rows > 1:
+            blocks = jax.tree.map(
+                lambda node: node.inputs_first() if isinstance(node, Linear) else node,
+                blocks,
+                is_leaf=lambda node: isinstance(node, Linear),
+            )
+        return dataclasses.replace(self, blocks=unroll(blocks))
 
     def __call__(
         self,

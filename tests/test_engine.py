@@ -41,7 +41,7 @@ def make_engine(folder, mesh, sizes, *, batch, capacity, unrolled=False):
     plan = Plan(mesh(**sizes), "decode")
     model = load_model(folder, plan, "float32")
     if unrolled:
-        model = model.unrolled()
+        model = model.unrolled(rows=batch if plan.mesh.size == 1 else 1)
     return Engine(model, plan, Precision(), batch=batch, capacity=capacity)
 
 
