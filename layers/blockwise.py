@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from layers.kernels import Pairs, kernel_for
+from layers.kernels.tiles import Q_TILE
 from layers.mask import BlockClass, Mask, static_class
 from layers.partial import Partial, statistics_dtype
 from layers.varying import vary_over, varying_axes
@@ -77,9 +78,8 @@ def _attend(q: Array, k: Array, v: Array, pairs: Pairs, mask: Mask, out_dtype: j
 def _attend_forward(
     q: Array, k: Array, v: Array, pairs: Pairs, mask: Mask, out_dtype: jnp.dtype
 ) -> tuple[Partial, tuple]:
-    out, lse = kernel_for(pairs, mask).forward(q, k, v, pairs, mask)
-    partial = named(Partial(out.astype(out_dtype), lse))
-    return partial, (q, k, v, pairs, partial)
+    kept = named(Partial(*kernel_for(pairs, mask).forward(q, k, v, pairs, mask)), out_dtype)
+    return Partial(kept.out.astype(out_dtype), kept.lse), (q, k, v, pairs, kept)
 
 
 def _attend_backward(mask: Mask, out_dtype: jnp.dtype, residuals: tuple, cotangent: Partial) -> tuple:
@@ -93,13 +93,18 @@ def _attend_backward(mask: Mask, out_dtype: jnp.dtype, residuals: tuple, cotange
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def named(partial: Partial) -> Partial:
-    """Marks out and lse for remat policies.
+def named(partial: Partial, dtype: DTypeLike) -> Partial:
+    """What to keep of a result `[... seq head_dim]` that is returned in `dtype`, marked for remat policies.
 
-    Works only inside a custom forward rule, on the very values that it returns and keeps: named outside, they are
-    saved and the rule runs again all the same.
+    The gradients of scores are small differences of d_out . v and d_out . out. In a row that sees a few keys they lose
+    half of bfloat16's digits where out is kept as rounded as it is returned; over many rows these errors drown. So out
+    is kept wide where that is no more than a tile.
+
+    Works only inside a custom forward rule, on the very values that it keeps: named outside, they are saved and the
+    rule runs again all the same.
     """
-    return Partial(checkpoint_name(partial.out, OUT_NAME), checkpoint_name(partial.lse, LSE_NAME))
+    out = partial.out if partial.out.shape[-2] <= Q_TILE else partial.out.astype(dtype)
+    return Partial(checkpoint_name(out, OUT_NAME), checkpoint_name(partial.lse, LSE_NAME))
 
 
 def delta(partial: Partial, cotangent: Partial) -> Float[Array, "*rows"]:

@@ -112,9 +112,8 @@ def _gather(q: Array, k: Array, v: Array, tokens: Tokens, mask: Mask, axis: str)
 
 def _gather_forward(q: Array, k: Array, v: Array, tokens: Tokens, mask: Mask, axis: str) -> tuple[Partial, tuple]:
     pairs = tokens.pairs(mask, axis, q.shape[3], None)
-    out, lse = kernel_for(pairs, mask).forward(q, *_all_ranks(k, v, axis), pairs, mask)
-    partial = named(Partial(out.astype(q.dtype), lse))
-    return partial, (q, k, v, tokens, partial)
+    kept = named(Partial(*kernel_for(pairs, mask).forward(q, *_all_ranks(k, v, axis), pairs, mask)), q.dtype)
+    return Partial(kept.out.astype(q.dtype), kept.lse), (q, k, v, tokens, kept)
 
 
 def _gather_backward(mask: Mask, axis: str, residuals: tuple, cotangent: Partial) -> tuple:

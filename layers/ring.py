@@ -147,8 +147,8 @@ def _ring_forward(q: Array, k: Array, v: Array, tokens: Tokens, mask: Mask, axis
         (coming, partial), _ = lax.scan(step, (coming, partial), jnp.arange(1, p - 1))
     if p > 1:
         partial = visit(steps.later(p - 1), coming, partial)
-    partial = named(Partial(partial.out.astype(q.dtype), partial.lse))
-    return partial, (q, k, v, tokens, partial)
+    kept = named(partial, q.dtype)
+    return Partial(kept.out.astype(q.dtype), kept.lse), (q, k, v, tokens, kept)
 
 
 def _ring_backward(mask: Mask, axis: str, residuals: tuple, cotangent: Partial) -> tuple:
