@@ -1,5 +1,6 @@
 """The front door: `treering COMMAND ...`, each command one lazily imported function."""
 
+import contextlib
 import importlib
 import os
 import sys
@@ -43,6 +44,19 @@ def without_plugins(arguments: list[str]) -> tuple[list[str], list[str]]:
     return rest, files
 
 
+def keep_compiled() -> None:
+    """Has JAX keep compiled programs between runs: compiling takes most of a short run's time.
+
+    In `~/.cache/treering/compiled`, or where JAX_COMPILATION_CACHE_DIR says (empty for nowhere).
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.join(caches, "treering", "compiled")
+    with contextlib.suppress(OSError):  # one that cannot be written is no reason to fail
+        os.makedirs(folder, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
@@ -51,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     # Without PyTorch transformers prints a line about it, unless this is set before it is imported.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    keep_compiled()
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())

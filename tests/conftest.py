@@ -15,6 +15,9 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Many tests compile the same programs, and the next run all of them.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "compiled"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # Eight devices share few cores: on a busy machine one may keep the others waiting longer than XLA's 40 seconds.
 os.environ["XLA_FLAGS"] = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120"

@@ -146,3 +146,22 @@ def test_who_closes_the_pipe_is_told_nothing(buffered):
         environment = os.environ | {"PYTHONUNBUFFERED": buffered}
         done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, env=environment)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_compiled_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
+    import treering
+
+    name, kept = "JAX_COMPILATION_CACHE_DIR", tmp_path / "treering" / "compiled"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for said in ("", "elsewhere"):
+        monkeypatch.setenv(name, said)
+        treering.keep_compiled()
+        assert os.environ[name] == said
+    monkeypatch.delenv(name)
+    treering.keep_compiled()
+    assert os.environ[name] == str(kept) and kept.is_dir()
+    monkeypatch.delenv(name)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    treering.keep_compiled()
+    assert name not in os.environ
