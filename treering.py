@@ -2,9 +2,12 @@
 
 import contextlib
 import importlib
+import importlib.metadata
 import os
+import platform
 import sys
 
+__version__ = "0.1.0.dev0"
 COMMANDS = {
     "convert": ("models.convert_command", "turn a Hugging Face or Meta folder, or a GGUF file, into a checkpoint"),
     "export": ("models.export_command", "turn a checkpoint into a Hugging Face folder"),
@@ -26,7 +29,15 @@ def usage() -> str:
     """What `treering --help` prints."""
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
-    return f"usage: treering COMMAND ...\n\n{lines}\n\n{PLUGIN}\n\n`treering COMMAND --help` lists a command's options."
+    return (
+        f"usage: treering COMMAND ...\n\n{lines}\n\n{PLUGIN}\n\n`treering COMMAND --help` lists a command's options; "
+        "`treering --version` tells the versions."
+    )
+
+
+def versions() -> str:
+    """What `treering --version` prints."""
+    return f"treering {__version__} (jax {importlib.metadata.version('jax')}, Python {platform.python_version()})"
 
 
 def without_plugins(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -71,6 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(usage())
         return 0 if arguments else 2
     name, *rest = arguments
+    if name == "--version":
+        print(versions())
+        return 0
     try:
         if name not in COMMANDS:
             raise ValueError(f"unknown command {name!r}: the commands are {', '.join(COMMANDS)}")
