@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("TREERING_TRACEBACK"):
             raise
-        told = str(error)
+        told = importlib.import_module("configs.cli").as_typed(str(error), rest)
         if isinstance(error, OSError) and error.filename:
             told = f"{error.filename}: {error.strerror}"
         print(f"treering{' ' + name if name in COMMANDS else ''}: {' '.join(told.split())}", file=sys.stderr)

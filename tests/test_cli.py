@@ -38,13 +38,18 @@ def run(arguments, capsys):
         (["--prompt", "x", "--mesh.tensor", "4"], "does not divide kv_heads 2: sizes that work are 1, 2"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x" * 4000], "the model's context holds 256"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature -1.0: it must be at least 0"),
-        (["--prompt", "x", "--temperature", "hot"], "--temperature"),
-        (["--prompt", "x", "--max-new-tokens", "-1"], "max_new_tokens -1 is negative"),
-        (["--prompt", "x", "--layers", "folded"], "'auto', 'stacked', 'unrolled'"),
+        (["--prompt", "x", "--temperature", "-1"], ": --temperature -1.0: it must be at least 0"),
+        (["--prompt", "x", "--temperature", "hot"], ": --temperature hot: it must be a number"),
+        (["--prompt", "x", "--max-new-tokens", "-1"], ": --max-new-tokens -1 is negative"),
+        (["--prompt", "x", "--max_new_tokens=1e3"], ": --max-new-tokens 1e3: it must be a whole number, such as 1000"),
+        (["--prompt", "x", "--cpu-devices", "two"], ": --cpu-devices two: it must be a whole number, or None"),
+        (["--prompt", "x", "--cpu-devices", "0"], ": --cpu-devices 0: simulate at least 1"),
+        (["--prompt", "x", "--mesh.context"], ": --mesh.context without a value: it must be a whole number, or None"),
+        (["--prompt", "x", "--layers", "folded"], ": --layers folded: it must be one of 'auto', 'stacked', 'unrolled'"),
+        (["--prompt", "x", "--json", "yes"], ": --json yes: --json takes no value"),
         ([], "give --prompt TEXT, or --prompts FILE"),
         (["--prompts", "none.jsonl"], "--prompts needs --output"),
-        (["--prompt", "x", "extra"], "extra"),
+        (["--prompt", "x", "extra"], ": unexpected argument extra: see treering generate --help"),
     ],
 )
 def test_generate_refuses_in_one_line(checkpoint, capsys, options, words):
@@ -52,6 +57,40 @@ def test_generate_refuses_in_one_line(checkpoint, capsys, options, words):
     last = err.splitlines()[-1]
     assert status == 2 and words in last and last.startswith("treering generate: ")
     assert out == "" and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments", "told"),
+    [
+        ("top_k -1: at least 0", ["--top-k", "-1"], "--top-k -1: at least 0"),
+        ("top_k -1: at least 0", ["--prompts", "file"], "top_k -1: at least 0"),
+        ("rows 0: at least 1", ["--rows=0"], "--rows 0: at least 1"),
+        ("x.jsonl has 3 rows", ["--rows", "3"], "x.jsonl has 3 rows"),
+        ("/top_k/x has top_keys", ["--top_k", "3"], "/top_k/x has top_keys"),
+        (
+            "step.z_loss -1 is wrong (b.step.z_loss)",
+            ["--step.z-loss", "-1"],
+            "--step.z-loss -1 is wrong (b.step.z_loss)",
+        ),
+        ("more than max_tokens.", ["--max-tokens", "3"], "more than --max-tokens."),
+    ],
+)
+def test_fields_are_called_as_the_user_typed_them(message, arguments, told):
+    from configs.cli import as_typed
+
+    assert as_typed(message, arguments) == told
+
+
+def test_the_version_is_one_line_that_names_what_it_runs_on(capsys):
+    import platform
+
+    import jax
+
+    import treering
+
+    status, out, _ = run(["--version"], capsys)
+    assert status == 0
+    assert out == f"treering {treering.__version__} (jax {jax.__version__}, Python {platform.python_version()})\n"
 
 
 def test_paths_of_the_wrong_kind_say_which_command_is_meant(checkpoint, tmp_path, capsys):

@@ -54,27 +54,28 @@ def refused(capsys, folder: Path, *options: str, **changes: str) -> str:
         (["--optimizer.learnig-rate", "1"], "did you mean --optimizer.learning-rate?"),
         (["--warmup_steps", "1"], "did you mean --optimizer.schedule.warmup-steps?"),
         (["--data.epochs", "3"], "unknown option --data.epochs"),
-        (["--steps", "many"], "--steps"),
-        (["--steps", "0"], "steps is 0: a run has at least 1"),
+        (["--steps", "many"], ": --steps many: it must be a whole number\n"),
+        (["--watch.profile", "1"], ": --watch.profile 1: it must be 2 values, each a whole number, or None\n"),
+        (["--steps", "0"], ": --steps is 0: a run has at least 1"),
         (["--optimizer.kind", "lion"], "'adamw', 'sgd'"),
         (
             ["--data.window", "24", "--mesh.context", "8"],
-            "no multiple of 16, which is twice mesh.context 8: the nearest are 16 and 32",
+            "no multiple of 16, which is twice --mesh.context 8: the nearest are 16 and 32",
         ),
-        (["--data.window", "128"], "data.window 128 is beyond model.context_length 64"),
-        (["--data.batch", "12", "--mesh.data", "8"], "batch 12: it must be a multiple of mesh.data 8"),
+        (["--data.window", "128"], ": --data.window 128 is beyond model.context_length 64"),
+        (["--data.batch", "12", "--mesh.data", "8"], "batch 12: it must be a multiple of --mesh.data 8"),
         (["--step.accumulation", "3"], "batch 8: it must be a multiple of"),
         (["--mesh.tensor", "3"], "the mesh tensor 3 takes 3 devices and 8 are here"),
-        (["--model.heads", "6", "--model.kv-heads", "4"], "kv_heads 4 does not divide heads 6"),
-        (["--data.tokenizer", "nowhere"], "data.tokenizer nowhere is no folder"),
-        (["--data.tokenizer", "None"], "data.tokenizer is not set"),
-        (["--model.vocab", "100"], "model.vocab 100: a tokenizer of bytes takes at least 258 tokens"),
+        (["--model.heads", "6", "--model.kv-heads", "4"], ": --model.kv-heads 4 does not divide heads 6"),
+        (["--data.tokenizer", "nowhere"], "--data.tokenizer nowhere is no folder"),
+        (["--data.tokenizer", "None"], "--data.tokenizer is not set"),
+        (["--model.vocab", "100"], "--model.vocab 100: a tokenizer of bytes takes at least 258 tokens"),
         (["--data.sources.0.column", "words"], "has no column 'words': its columns are text"),
         (["--data.sources.0.path", "missing.jsonl"], "missing.jsonl does not exist"),
-        (["--optimizer.schedule.warmup-steps", "30"], "warmup_steps 30 in a run of 20 steps"),
+        (["--optimizer.schedule.warmup-steps", "30"], "--optimizer.schedule.warmup-steps 30 in a run of 20 steps"),
         (["--start", "nowhere"], "nowhere"),
-        (["--start", "a", "--go-on-from", "b"], "start and go_on_from are both given"),
-        (["--watch.wandb", "project"], "watch.wandb needs the package wandb"),
+        (["--start", "a", "--go-on-from", "b"], ": --start and --go-on-from are both given"),
+        (["--watch.wandb", "project"], "--watch.wandb needs the package wandb"),
         (["--evaluate.buckets", "64", "0"], "they start with 0 and rise"),
     ],
 )
@@ -123,7 +124,7 @@ def test_weights_and_folders_that_do_not_fit_are_one_line(tmp_path, capsys, noth
 
     (tmp_path / "run" / "config.json").write_text(json.dumps(flat(tiny_run.tiny_run(tmp_path))))
     said = refused(capsys, tmp_path, "--optimizer.learning-rate", "0.5", "--mesh.context", "2")
-    assert "holds a run of another config: optimizer.learning_rate is 0.003 there and 0.5 here. Choose" in said
+    assert "holds a run of another config: --optimizer.learning-rate is 0.003 there and 0.5 here. Choose" in said
     assert "type is OptimizerConfig" not in said
 
 
