@@ -46,16 +46,16 @@ class AnswerOptions:
     """The same, as often as the answer holds them; -2 to 2."""
     seed: int = 0
     """Seed of the sampling; equal seeds give equal text on every mesh."""
-    logprobs: int | None = None
-    """In JSON, the log-probability of each token and of this many likeliest alternatives."""
 
     def request(self) -> RequestConfig:
         """What these options ask of the engine; raises ValueError for values outside their bounds."""
+        for name in ("top_k", "top_p", "min_p", "seed"):
+            if self.temperature == 0 and (value := getattr(self, name)) != getattr(AnswerOptions, name):
+                raise ValueError(f"{name} {value} goes with --temperature above 0: at 0 the likeliest token is taken")
         shared = {option.name for option in dataclasses.fields(SamplingConfig)} & set(self.__dict__)
         return RequestConfig(
             max_new_tokens=self.max_new_tokens,
             stop=self.stop,
-            logprobs=self.logprobs,
             sampling=SamplingConfig(**{name: getattr(self, name) for name in shared}),
         )
 
@@ -78,6 +78,12 @@ class GenerateOptions(AnswerOptions, DeviceOptions):
     """Wrap the prompt as a user's message in the checkpoint's chat template."""
     json: bool = False
     """Print one JSON object instead of the text: text, tokens, prompt_tokens, finish_reason, timings, cache bytes."""
+    logprobs: int | None = None
+    """In JSON, the log-probability of each token and of this many likeliest alternatives."""
+
+    def request(self) -> RequestConfig:
+        """See `AnswerOptions`."""
+        return dataclasses.replace(super().request(), logprobs=self.logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,8 +98,8 @@ class WatchConfig:
         for name in ("every", "skips", "stalled", "stalled_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"watch.{name} is {getattr(self, name)}: it must be above 0")
-        if self.profile is not None and not 0 <= self.profile[0] < self.profile[1]:
-            raise ValueError(f"watch.profile {self.profile}: it is a first step and a later one")
+        if self.profile is not None and not 1 <= self.profile[0] < self.profile[1]:
+            raise ValueError(f"watch.profile {self.profile}: it is a first step, from 1 on, and a later one")
 
 
 FREE = (
@@ -145,6 +145,8 @@ class RunConfig:
             raise ValueError(f"steps is {self.steps}: a run has at least 1")
         if self.stop_at is not None and not 1 <= self.stop_at <= self.steps:
             raise ValueError(f"stop_at is {self.stop_at}: it is a step from 1 to {self.steps}")
+        if self.watch.profile is not None and self.watch.profile[1] > self.steps:
+            raise ValueError(f"watch.profile {self.watch.profile} ends beyond the run's {self.steps} steps")
         if self.start is not None and self.go_on_from is not None:
             raise ValueError("start and go_on_from are both given: a run starts from weights, or goes on from a run")
         if self.data.window > self.model.context_length:

@@ -13,15 +13,28 @@ def main(arguments: list[str]) -> int:
     options = parse(GenerateOptions, arguments, program="treering generate")
     if (options.prompt is None) == (options.prompts is None):
         raise ValueError("give --prompt TEXT, or --prompts FILE")
+    check_together(options)
     if options.prompts is not None:
         from infer.prompts import generate_file
 
         generate_file(options)
         return 0
-    if options.output is not None:
-        raise ValueError("--output goes with --prompts; the answer to --prompt goes to standard output")
     generate(options)
     return 0
+
+
+def check_together(options: GenerateOptions) -> None:
+    """Raises ValueError for an option that would have no effect beside the others."""
+    if options.prompts is not None:
+        if options.json:
+            raise ValueError("--json goes with --prompt; answers to --prompts are JSON lines as they are")
+        return
+    if options.output is not None:
+        raise ValueError("--output goes with --prompts; the answer to --prompt goes to standard output")
+    if options.rows != GenerateOptions.rows:
+        raise ValueError("--rows goes with --prompts; --prompt is answered by itself")
+    if options.logprobs is not None and not options.json:
+        raise ValueError("--logprobs goes with --json, or with --prompts; a text has no place for them")
 
 
 def generate(options: GenerateOptions) -> dict[str, object]:

@@ -49,6 +49,12 @@ def run(arguments, capsys):
         (["--prompt", "x", "--json", "yes"], ": --json yes: --json takes no value"),
         ([], "give --prompt TEXT, or --prompts FILE"),
         (["--prompts", "none.jsonl"], "--prompts needs --output"),
+        (["--prompt", "x", "--logprobs", "2"], "--logprobs goes with --json, or with --prompts"),
+        (["--prompt", "x", "--rows", "2"], "--rows goes with --prompts"),
+        (["--prompt", "x", "--output", "a"], "--output goes with --prompts"),
+        (["--prompts", "a", "--output", "b", "--json"], "--json goes with --prompt"),
+        (["--prompt", "x", "--top-k", "5"], "--top-k 5 goes with --temperature above 0"),
+        (["--prompt", "x", "--seed", "5", "--temperature", "0"], "--seed 5 goes with --temperature above 0"),
         (["--prompt", "x", "extra"], ": unexpected argument extra: see treering generate --help"),
     ],
 )
@@ -103,6 +109,11 @@ def test_paths_of_the_wrong_kind_say_which_command_is_meant(checkpoint, tmp_path
         (["convert", tmp_path / "empty", tmp_path / "new"], "empty"),
         (["convert", checkpoint, tmp_path / "new"], "is a checkpoint already"),
         (["convert", hf, checkpoint], "exists"),
+        (
+            ["convert", hf, tmp_path / "new", "--ignore-fields", "hidden_act,color"],
+            "--ignore-fields color, hidden_act: ",
+        ),
+        (["chat", checkpoint, "--logprobs", "2"], "unknown option --logprobs"),
         (["converrt", hf, checkpoint], "the commands are"),
     ):
         status, out, err = run(arguments, capsys)

@@ -46,8 +46,9 @@ def check_run(config: RunConfig, plan: Plan) -> None:
     check_batch(plan, batch=config.data.batch, seq=config.data.window, accumulation=config.step.accumulation)
     check_schedule(config.optimizer.schedule, config.steps)
     check_extras(config.watch)
-    if config.evaluate.stride is not None and not config.data.held_out:
-        raise ValueError("evaluate.stride without data.held_out: there is nothing to evaluate on")
+    for name in ("rows", "stride"):
+        if getattr(config.evaluate, name) is not None and not config.data.held_out:
+            raise ValueError(f"evaluate.{name} goes with data.held_out: without, there is nothing to evaluate on")
     check_folder(config)
     if config.start is not None:
         check_same_weights(config.model, open_model(weights_of(config.start)).config, config.start)

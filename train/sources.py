@@ -61,14 +61,18 @@ def _open(source: Source, streaming: bool, cache: Path) -> Any:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # What it would log it also raises.
+    kind, folder = _format(source.path), os.path.isdir(os.path.expanduser(source.path))
+    if source.subset is not None and (kind is not None or folder or source.path == PYTHON_DOCS):
+        raise ValueError(f"subset {source.subset} of {source.path}: only data sets on the hub have subsets")
+    if source.unit != "file" and (kind != "text" or folder):
+        raise ValueError(f"unit {source.unit} of {source.path}: it goes with plain text; elsewhere documents are rows")
     if source.path == PYTHON_DOCS:
         if source.split not in SPLITS:
             raise ValueError(f"{source.path} has no split {source.split!r}: its splits are {', '.join(SPLITS)}")
         return _stream(datasets.Dataset.from_dict(python_docs(source.split)), streaming)
-    if os.path.isdir(os.path.expanduser(source.path)):
+    if folder:
         return _stream(_saved(source), streaming)
     where: dict[str, Any] = {"split": source.split, "streaming": streaming, "cache_dir": str(cache / "arrow")}
-    kind = _format(source.path)
     if kind is None:
         _check_hub_name(source)
         return datasets.load_dataset(source.path, source.subset, **where)

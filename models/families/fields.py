@@ -80,7 +80,12 @@ class Fields:
             raise ValueError(f"{self.name} has {field} {value!r}: {why} (supported: {works})")
 
     def finish(self, ignore: Collection[str] = ()) -> None:
-        """Raises ValueError listing the fields that nobody looked at and `ignore` does not name."""
+        """Raises ValueError listing the fields that nobody looked at and `ignore` does not name, or those that it names
+        without effect."""
+        if useless := ", ".join(sorted(set(ignore) - (set(self.raw) - self._known))):
+            raise ValueError(
+                f"ignore_fields {useless}: {self.name} has no such field, or it is known here and cannot be ignored"
+            )
         unknown = sorted(field for field in set(self.raw) - self._known - set(ignore) if self.raw[field] is not None)
         if unknown:
             names = ",".join(unknown)
