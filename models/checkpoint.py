@@ -4,10 +4,13 @@
 stacked, under their paths in it; `tokenizer/` is a Hugging Face folder without weights.
 """
 
+import contextlib
+import fcntl
 import math
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,34 +71,93 @@ def save_model(
     arrays = named_leaves(model)
     if set(arrays) != set(named_leaves(abstract_model(model.config))):
         raise ValueError("only a model in its stacked, plain form is saved")
-    check_destination(path, overwrite=overwrite)
-    partial = partial_folder(path)
-    if partial.exists():
-        shutil.rmtree(partial)
-    (partial / WEIGHTS).mkdir(parents=True)
-    write_arrays(partial / WEIGHTS, arrays)
-    if tokenizer_files is not None:
-        shutil.copytree(tokenizer_files, partial / TOKENIZER)
-    record = Record(
-        config=model.config,
-        dtype=main_dtype(arrays),
-        fingerprint=fingerprint(hash_arrays(arrays).items()),
-        source=source,
-    )
-    finish(partial, path, record)
+    with written_beside(path, lambda: check_destination(path, overwrite=overwrite)) as partial:
+        empty(partial)
+        (partial / WEIGHTS).mkdir()
+        write_arrays(partial / WEIGHTS, arrays)
+        if tokenizer_files is not None:
+            shutil.copytree(tokenizer_files, partial / TOKENIZER)
+        record = Record(
+            config=model.config,
+            dtype=main_dtype(arrays),
+            fingerprint=fingerprint(hash_arrays(arrays).items()),
+            source=source,
+        )
+        finish(partial, path, record)
 
 
-def partial_folder(path: str | Path) -> Path:
-    """Where the checkpoint `path` stands while it is being written: beside it, and without model.json."""
+@contextlib.contextmanager
+def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path]:
+    """The folder `path`.partial, in which all is written before it is renamed; no other process has it meanwhile.
+
+    It may hold what an earlier process left. `check` raises ValueError where something stands at `path` that may not be
+    replaced. A ValueError of the caller's removes the folder; what cannot be written is told of `path`.
+    """
     path = Path(path)
-    return path.with_name(path.name + ".partial")
+    check()
+    partial = path.with_name(path.name + ".partial")
+    made = [folder for folder in partial.parents if not folder.exists()]
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with _alone_in(partial, path):
+            try:
+                check()  # again: another process may have been here before
+                yield partial
+            except ValueError as error:
+                if str(partial.resolve()) in str(error):  # as tensorstore tells of a full disk
+                    number = re.search(r"os_error_code='(\d+)'", str(error))
+                    raise OSError(int(number[1]) if number else 5, str(error), str(partial)) from error
+                shutil.rmtree(partial)
+                raise
+    except ValueError:
+        for folder in made:
+            with contextlib.suppress(OSError):  # not empty: not ours
+                folder.rmdir()
+        raise
+    except OSError as error:
+        if error.errno and str(error.filename).startswith(str(partial)):
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
+@contextlib.contextmanager
+def _alone_in(partial: Path, path: Path) -> Iterator[None]:
+    """Raises ValueError where another process writes into `partial`, or has just renamed it."""
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = partial.exists() and os.path.samestat(os.stat(partial), os.fstat(descriptor))
+        except BlockingIOError:
+            alone = False
+        except OSError:  # a file system without locks
+            alone = True
+        if not alone:
+            raise ValueError(f"another process writes {path}: wait for it, or choose another destination")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def empty(folder: Path) -> None:
+    """Removes all that a folder holds."""
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def check_place(path: Path) -> None:
+    """Raises ValueError where a folder `path`, which does not exist, cannot be made."""
+    parent = next(folder for folder in path.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{path} cannot be made: {parent} is no folder that can be written to")
 
 
 def check_destination(path: str | Path, *, overwrite: bool) -> None:
-    """Raises ValueError where something stands at `path` and may not be replaced: only a checkpoint ever is."""
+    """Raises ValueError where a checkpoint `path` cannot be made, or something stands there that may not be replaced:
+    only a checkpoint ever is."""
     path = Path(path)
     if not path.exists():
-        return
+        return check_place(path)
     if not overwrite:
         raise ValueError(f"{path} exists: choose another destination, or replace it with --overwrite")
     if not path.is_dir() or (any(path.iterdir()) and not (path / RECORD).is_file()):

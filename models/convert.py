@@ -7,13 +7,22 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from configs.model import ModelConfig
-from models.checkpoint import abstract_model, check_destination, finish, main_dtype, named_leaves, partial_folder
+from models.checkpoint import (
+    abstract_model,
+    check_destination,
+    empty,
+    finish,
+    main_dtype,
+    named_leaves,
+    written_beside,
+)
 from models.families import families, family_of
 from models.gguf import open_gguf
 from models.meta import PARAMS, open_meta
@@ -23,7 +32,7 @@ from models.safetensors_folder import listing, open_folder
 from models.source import Source, StoredTensor
 from models.text_part import text_part
 from models.tokenizer import Tokenizer
-from models.weights import DTYPES, Deferred, fingerprint, hash_array, write_arrays
+from models.weights import DTYPES, Deferred, fingerprint, hash_array, is_finite, write_arrays
 
 JOURNAL = "progress.json"
 
@@ -80,29 +89,31 @@ def convert(
 
     Parameters keep their dtype, or are cast to `dtype`; `ignore_fields` names fields of config.json to go on without.
     What a broken-off conversion of the same files left behind is continued. Raises ValueError and FileNotFoundError
-    with one line for what is missing, unexpected or not supported, before anything is written.
+    with one line for what is missing, unexpected or not supported, before anything is written; and for numbers that are
+    not finite, of which nothing is left.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: the known ones are {', '.join(DTYPES)}")
-    check_destination(dst, overwrite=overwrite)
+    check = partial(check_destination, dst, overwrite=overwrite)
+    check()
     source = open_source(src)
     config = read_source_config(source, ignore_fields)
     parameters = match(source, config, None if dtype is None else DTYPES[dtype])
-    partial = partial_folder(dst)
     identity = json.dumps([source.identity, config.fingerprint(), dtype])
     with TemporaryDirectory() as scratch:
         _save_tokenizer(source, config, Path(scratch))
-        hashes = _resume(partial, identity)
-        shutil.copytree(scratch, partial / TOKENIZER, dirs_exist_ok=True)
-    _write_weights(parameters, partial, identity, hashes)
-    (partial / JOURNAL).unlink()
-    record = Record(
-        config=config,
-        dtype=main_dtype(parameters),
-        fingerprint=fingerprint(hashes.items()),
-        source=source.description,
-    )
-    finish(partial, dst, record)
+        with written_beside(dst, check) as unfinished:
+            hashes = _resume(unfinished, identity)
+            shutil.copytree(scratch, unfinished / TOKENIZER, dirs_exist_ok=True)
+            _write_weights(parameters, unfinished, identity, hashes)
+            (unfinished / JOURNAL).unlink()
+            record = Record(
+                config=config,
+                dtype=main_dtype(parameters),
+                fingerprint=fingerprint(hashes.items()),
+                source=source.description,
+            )
+            finish(unfinished, dst, record)
 
 
 def read_source_config(source: Source, ignore_fields: Collection[str] = ()) -> ModelConfig:
@@ -183,17 +194,16 @@ def _needless(name: str, source: Source, config: ModelConfig) -> bool:
     return True
 
 
-def _resume(partial: Path, identity: str) -> dict[str, str]:
-    """Hashes of the parameters that stand in `partial` already; makes the folder anew if they are of another source."""
+def _resume(unfinished: Path, identity: str) -> dict[str, str]:
+    """Hashes of the parameters that stand in `unfinished` already; empties it if they are of another source."""
     try:
-        journal = json.loads((partial / JOURNAL).read_text())
+        journal = json.loads((unfinished / JOURNAL).read_text())
         if journal["identity"] == identity:
             return journal["hashes"]
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    if partial.exists():
-        shutil.rmtree(partial)
-    (partial / WEIGHTS).mkdir(parents=True)
+    empty(unfinished)
+    (unfinished / WEIGHTS).mkdir()
     return {}
 
 
@@ -211,7 +221,9 @@ def _save_tokenizer(source: Source, config: ModelConfig, folder: Path) -> None:
         print(f"{told}: those beyond it are special tokens, which a prompt must not hold", file=sys.stderr)
 
 
-def _write_weights(parameters: Mapping[str, Parameter], partial: Path, identity: str, hashes: dict[str, str]) -> None:
+def _write_weights(
+    parameters: Mapping[str, Parameter], unfinished: Path, identity: str, hashes: dict[str, str]
+) -> None:
     """Writes the parameters that `hashes` lacks, and adds them to it and to the journal as they are finished."""
     with byte_progress() as progress:
         sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
@@ -224,13 +236,13 @@ def _write_weights(parameters: Mapping[str, Parameter], partial: Path, identity:
 
             def written(array: np.ndarray) -> None:
                 hashes[name] = hash_array(array)
-                beside = partial / (JOURNAL + ".new")
+                beside = unfinished / (JOURNAL + ".new")
                 beside.write_text(json.dumps({"identity": identity, "hashes": hashes}))
-                os.replace(beside, partial / JOURNAL)
+                os.replace(beside, unfinished / JOURNAL)
 
             return Deferred(parameter.shape, parameter.dtype, filled, written, done=name in hashes)
 
-        write_arrays(partial / WEIGHTS, {name: deferred(name, parameter) for name, parameter in parameters.items()})
+        write_arrays(unfinished / WEIGHTS, {name: deferred(name, parameter) for name, parameter in parameters.items()})
 
 
 def fill(parameter: Parameter, array: np.ndarray, advance: Callable[[int], None]) -> None:
@@ -242,13 +254,23 @@ def fill(parameter: Parameter, array: np.ndarray, advance: Callable[[int], None]
 
 
 def _read(name: str, tensor: StoredTensor, target: np.ndarray) -> None:
-    """Reads `tensor` into `target`, whose dims are the tensor's or finer ones, casting where the dtypes differ."""
+    """Reads `tensor` into `target`, whose dims are the tensor's or finer ones, casting where the dtypes differ.
+
+    Raises ValueError for numbers that are not finite, and those that the other dtype cannot hold.
+    """
     flat = target.reshape(tensor.shape)
-    if tensor.dtype == target.dtype:
-        tensor.read_into(flat)
+    same = tensor.dtype == target.dtype
+    values = flat if same else np.empty(tensor.shape, tensor.dtype)
+    tensor.read_into(values)
+    if not is_finite(values):
+        count = values.size - np.count_nonzero(np.isfinite(values))
+        raise ValueError(
+            f"{name} holds {count:,} numbers that are NaN or infinite, of {values.size:,}: its files are damaged, or "
+            "its training went wrong"
+        )
+    if same:
         return
-    values = tensor.read()
     with np.errstate(over="ignore"):
         flat[:] = values.astype(target.dtype)
-    if not np.isfinite(flat).all() and np.isfinite(values).all():
+    if not is_finite(flat):
         raise ValueError(f"{name} holds values that {target.dtype} cannot: cast to bfloat16 or float32 instead")

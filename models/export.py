@@ -16,7 +16,7 @@ import numpy as np
 
 from configs.model import ModelConfig
 from layers.sharding import Dims, dims_of, unstacked
-from models.checkpoint import abstract_model, named_leaves, partial_folder
+from models.checkpoint import abstract_model, check_place, empty, named_leaves, written_beside
 from models.families import families
 from models.progress import byte_progress
 from models.record import RECORD, TOKENIZER, WEIGHTS, Record, read_record
@@ -43,19 +43,16 @@ def export(
     if shard_bytes < 1:
         raise ValueError(f"a shard of {shard_bytes} bytes: it holds at least 1")
     record = read_record(checkpoint)
-    _check_destination(checkpoint, folder, overwrite=overwrite)
-    partial = partial_folder(folder)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    write_settings(checkpoint / TOKENIZER, partial, record)
-    _write_weights(checkpoint, partial, record, shard_bytes)
-    old = folder.with_name(folder.name + ".old")
-    if folder.exists():
+    with written_beside(folder, lambda: _check_destination(checkpoint, folder, overwrite=overwrite)) as partial:
+        empty(partial)
+        write_settings(checkpoint / TOKENIZER, partial, record)
+        _write_weights(checkpoint, partial, record, shard_bytes)
+        old = folder.with_name(folder.name + ".old")
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(folder, old)
+        os.replace(partial, folder)
         shutil.rmtree(old, ignore_errors=True)
-        os.replace(folder, old)
-    os.replace(partial, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_destination(checkpoint: Path, folder: Path, *, overwrite: bool) -> None:
@@ -63,7 +60,7 @@ def _check_destination(checkpoint: Path, folder: Path, *, overwrite: bool) -> No
     if here == there or here in there.parents or there in here.parents:
         raise ValueError(f"{folder} lies in the checkpoint {checkpoint} or around it: choose another destination")
     if not folder.exists():
-        return
+        return check_place(folder)
     if not overwrite:
         raise ValueError(f"{folder} exists: choose another destination, or replace it with --overwrite")
     ours = folder.is_dir() and (folder / "config.json").is_file() and not (folder / RECORD).exists()

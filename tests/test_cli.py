@@ -109,6 +109,8 @@ def test_paths_of_the_wrong_kind_say_which_command_is_meant(checkpoint, tmp_path
         (["convert", tmp_path / "empty", tmp_path / "new"], "empty"),
         (["convert", checkpoint, tmp_path / "new"], "is a checkpoint already"),
         (["convert", hf, checkpoint], "exists"),
+        (["convert", hf, hf / "config.json" / "new"], "hf/config.json/new cannot be made: "),
+        (["export", checkpoint, hf / "config.json" / "a" / "b"], "hf/config.json/a/b cannot be made: "),
         (
             ["convert", hf, tmp_path / "new", "--ignore-fields", "hidden_act,color"],
             "--ignore-fields color, hidden_act: ",

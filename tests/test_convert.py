@@ -1,6 +1,7 @@
 """Conversion: every source gives the same arrays, bit for bit, or one plain line and nothing on disk."""
 
 import json
+import resource
 import shutil
 import struct
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -23,8 +25,9 @@ from models.checkpoint import load_model, named_leaves, read_config, read_record
 from models.convert import convert
 from models.families.fields import Fields
 from models.families.llama import from_hf
+from models.load import open_model
 from models.tokenizer import Tokenizer
-from models.weights import DTYPES
+from models.weights import DTYPES, is_finite
 
 TIED = tiny.LLAMA | {"tie_word_embeddings": True}
 BLOCK = {
@@ -203,7 +206,81 @@ def test_a_model_without_tokenizer_says_so(tmp_path: Path, capsys: pytest.Captur
     assert "no tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_refused_wherever_weights_are_read(
+    tmp_path: Path, plan: Plan, dtype: str, number: float
+) -> None:
+    weights = {name: array.astype(DTYPES[dtype]) for name, array in tiny.tensors().items()}
+    source = tiny.write_folder(tmp_path / "source", weights=weights)
+    convert(source, tmp_path / "finite")
+    weights["model.layers.1.mlp.up_proj.weight"][-1, -2:] = number
+    tiny.write_folder(source, weights=weights)
+    told = "model.layers.1.mlp.up_proj.weight holds 2 numbers that are NaN or infinite, of 6,144"
+    refused(source, tmp_path / "made" / "for" / "checkpoint", told)
+    for cast in (None, "bfloat16"):
+        with pytest.raises(ValueError, match=told):
+            open_model(source).load(plan, cast)
+
+
+def test_the_largest_numbers_of_a_dtype_are_finite() -> None:
+    for dtype in DTYPES.values():
+        largest = np.full((3, 5), ml_dtypes.finfo(dtype).max, dtype)
+        assert is_finite(largest) and is_finite(-largest) and is_finite(np.zeros_like(largest[:0]))
+        largest[2, 4] = np.nan
+        assert not is_finite(largest) and is_finite(largest[:2])
+
+
 # ---- breaking off and going on
+
+
+def test_two_conversions_to_one_place_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write_folder(tmp_path / "source")
+    begun = []
+
+    def meanwhile(unfinished: Path, *rest: Any) -> dict[str, str]:
+        if not begun:
+            begun.append(True)
+            with pytest.raises(ValueError, match="another process writes .*/checkpoint: wait"):
+                convert(source, tmp_path / "checkpoint")
+        return original(unfinished, *rest)
+
+    original = conversion._resume
+    monkeypatch.setattr(conversion, "_resume", meanwhile)
+    convert(source, tmp_path / "checkpoint")
+    assert begun and sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "source"]
+
+
+def test_who_comes_when_another_process_has_just_written_does_not_replace_it(tmp_path: Path, monkeypatch) -> None:
+    source = tiny.write_folder(tmp_path / "source")
+    begun = []
+
+    def meanwhile(*arguments: Any) -> Any:
+        if not begun:
+            begun.append(True)
+            convert(source, tmp_path / "checkpoint", dtype="bfloat16")
+        return original(*arguments)
+
+    original = conversion.match
+    monkeypatch.setattr(conversion, "match", meanwhile)
+    with pytest.raises(ValueError, match="exists: choose another destination"):
+        convert(source, tmp_path / "checkpoint")
+    assert read_record(tmp_path / "checkpoint").dtype == "bfloat16"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "source"]
+
+
+def test_what_cannot_be_written_is_told_of_the_destination_and_goes_on(tmp_path: Path, capsys) -> None:
+    source = tiny.write_folder(tmp_path / "source")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))  # as a full disk does, in the middle of the weights
+    try:
+        assert treering.main(["convert", str(source), str(tmp_path / "checkpoint")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().err.endswith(f"\ntreering convert: {tmp_path / 'checkpoint'}: File too large\n")
+    done = json.loads((tmp_path / "checkpoint.partial" / conversion.JOURNAL).read_text())["hashes"]
+    assert 0 < len(done) < len(expected(tiny.tensors()))
+    convert(source, tmp_path / "checkpoint")
 
 
 def test_a_conversion_goes_on_where_it_broke_off(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,11 +339,12 @@ def test_overwrite_replaces_a_checkpoint(tmp_path: Path, plan: Plan) -> None:
 
 def refused(source: Path, target: Path, message: str, kept: list[str] | None = None) -> str:
     """Asserts one plain line and nothing written; returns the line."""
-    before = sorted(entry.name for entry in target.parent.iterdir())
+    root = next(folder for folder in target.parents if folder.exists())
+    before = sorted(entry.name for entry in root.iterdir())
     with pytest.raises((ValueError, FileNotFoundError), match=message) as raised:
         convert(source, target)
     assert "\n" not in str(raised.value)
-    assert sorted(entry.name for entry in target.parent.iterdir()) == before
+    assert sorted(entry.name for entry in root.iterdir()) == before
     assert target.exists() == (target.name in (kept or []))
     return str(raised.value)
 

@@ -16,6 +16,7 @@ from filelock import FileLock
 from configs.model import ModelConfig
 from configs.run import RunConfig, fixed, flat
 from layers.sharding import Plan
+from models.checkpoint import check_place
 from models.load import open_model
 from models.record import CHECKPOINTS, RECORD, TOKENIZER, read_config
 from models.tokenizer import Tokenizer
@@ -62,10 +63,7 @@ def check_folder(config: RunConfig) -> None:
     """Raises ValueError where the run's folder holds something else, or a run that computes something else."""
     folder = Path(config.folder)
     if not folder.exists():
-        parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ValueError(f"folder {folder} cannot be made: {parent} is no folder that can be written to")
-        return
+        return check_place(folder)
     if not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG).is_file()):
         raise ValueError(f"{folder} exists and holds no run: choose another --folder")
     if not (folder / CONFIG).is_file():
