@@ -1,5 +1,6 @@
 """GGUF files: metadata to config.json's fields, tensors dequantised one at a time."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,10 @@ import gguf
 import ml_dtypes
 import numpy as np
 
-from models.families.fields import Fields
+from models.families.fields import Fields, check_file
 from models.gguf_rope import FREQUENCIES, read_rope
 from models.gguf_tokenizer import save_tokenizer
-from models.source import Source, StoredTensor, check_weights_file, identity_of, read_bytes, read_interleaved
+from models.source import Source, StoredTensor, identity_of, read_bytes, read_interleaved
 
 _CONFIG = {
     "embedding_length": "hidden_size",
@@ -42,23 +43,49 @@ _PLAIN = {
 }
 
 
+class _CutOff(Exception):
+    """How many bytes a file should have that has fewer, in words."""
+
+
+class _Reader(gguf.GGUFReader):
+    """Tells of files that end too early, in which the library reads what is not there."""
+
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, **options: Any) -> Any:
+        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+        if end > len(self.data):
+            raise _CutOff(f"at least {end:,}")
+        return super()._get(offset, dtype, count, **options)
+
+    def _build_tensors(self, start_offs: Any, fields: list[gguf.ReaderField]) -> None:
+        ends = [0]
+        for *_, dims, kind, offset in (field.parts for field in fields):
+            numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind[0])]
+            ends.append(int(start_offs) + int(offset[0]) + math.prod(dims.tolist()) * size // numbers)
+        if max(ends) > len(self.data):
+            raise _CutOff(f"{max(ends):,}")
+        super()._build_tensors(start_offs, fields)
+
+
 def open_gguf(path: Path) -> Source:
     """The GGUF file at `path`, with dequantised tensors under their Hugging Face names.
 
     Raises FileNotFoundError and ValueError with one line for what is no GGUF, truncated, or not supported.
     """
-    check_weights_file(path)
+    check_file(path)
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is no GGUF file: it does not begin as one")
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _Reader(path)
+    except _CutOff as cut:
+        raise ValueError(
+            f"{path} is truncated: it has {path.stat().st_size:,} bytes and should have {cut}; fetch it again"
+        ) from None
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no GGUF file, or a damaged or truncated one: {error}") from None
+        raise ValueError(f"{path} is a damaged GGUF file, or of a version that is not read: {error}") from None
     metadata = {key: field.contents() for key, field in reader.fields.items()}
     if metadata.get("split.count", 1) > 1:
         raise ValueError(f"{path} is one of {metadata['split.count']} parts: join them first with llama-gguf-split")
-    size = path.stat().st_size
-    for tensor in reader.tensors:
-        if tensor.data_offset + tensor.n_bytes > size:
-            raise ValueError(f"{path} is truncated: {tensor.name} ends behind the file's {size} bytes")
     raw = read_metadata(path, metadata, reader.tensors)
     names = gguf.get_tensor_name_map(_ARCHITECTURES[metadata["general.architecture"]], raw["num_hidden_layers"])
     return Source(

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from models.families.fields import Fields, read_json
+from models.families.fields import Fields, check_file, read_json
 from models.meta_tokenizer import save_tokenizer
 from models.safetensors_folder import listing
-from models.source import Source, StoredTensor, check_weights_file, identity_of, read_interleaved
+from models.source import Source, StoredTensor, identity_of, read_interleaved
 from models.weights import DTYPES, hash_array
 
 PARAMS = "params.json"
@@ -116,7 +116,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _load(path: Path) -> Mapping[str, Any]:
     """The tensors of a file, mapped and not read."""
-    check_weights_file(path)
+    check_file(path)
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:

@@ -13,6 +13,7 @@ from typing import Any
 import sentencepiece
 
 from models import gguf_tokenizer
+from models.families.fields import check_no_pointer
 
 _FILE = "tokenizer.model"
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
@@ -39,6 +40,7 @@ def save_tokenizer(folder: Path, config: Mapping[str, Any], target: Path) -> boo
     file = next((path for path in (folder / _FILE, folder.resolve().parent / _FILE) if path.is_file()), None)
     if file is None:
         return False
+    check_no_pointer(file)
     ranks = _read_ranks(file)
     if ranks is None:
         metadata = _sentencepiece(file)

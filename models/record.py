@@ -9,6 +9,7 @@ from typing import Any
 from configs.model import ModelConfig
 from configs.rope import ROPE_KINDS
 from models.families import families
+from models.families.fields import check_file
 
 FORMAT = 1
 RECORD = "model.json"
@@ -89,6 +90,7 @@ def read_record(path: str | Path) -> Record:
         raise FileNotFoundError(f"{folder} does not exist: a checkpoint is a folder that `treering convert` wrote")
     record = folder / RECORD
     if record.is_file() and (folder / WEIGHTS).is_dir():
+        check_file(record)
         return Record.from_json(record.read_text(), str(record))
     advice = f"`treering convert {folder} DST` makes a checkpoint of it"
     if folder.is_file():

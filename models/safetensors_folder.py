@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from models.families.fields import Fields, read_json
-from models.source import Source, StoredTensor, check_weights_file, identity_of, read_bytes
+from models.families.fields import Fields, check_file, check_no_pointer, read_json
+from models.source import Source, StoredTensor, identity_of, read_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -97,7 +97,7 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file; raises ValueError where header and file do not agree."""
-    check_weights_file(path)
+    check_file(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -140,6 +140,7 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
     """Copies what belongs to the tokenizer; False where there is none."""
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
+            check_no_pointer(folder / name)
             shutil.copyfile(folder / name, target / name)
     if (folder / "additional_chat_templates").is_dir():
         shutil.copytree(folder / "additional_chat_templates", target / "additional_chat_templates")

@@ -83,15 +83,3 @@ def read_interleaved(read_into: Callable[[np.ndarray], None], heads: int, out: n
     read_into(stored)
     pairs = stored.reshape(heads, -1, 2, *out.shape[1:])
     out.reshape(heads, 2, -1, *out.shape[1:])[:] = pairs.swapaxes(1, 2)
-
-
-def check_weights_file(path: Path) -> None:
-    """Raises for a file that is not there, is empty, or is a Git LFS pointer in place of the weights."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    with path.open("rb") as file:
-        start = file.read(40)
-    if start.startswith(b"version https://git-lfs"):
-        raise ValueError(f"{path} is a Git LFS pointer, not the weights: fetch them with `git lfs pull`")
-    if not start:
-        raise ValueError(f"{path} is an empty file")

@@ -1,14 +1,15 @@
 """Text to tokens and back, with the tokenizer and the chat template that a checkpoint carries."""
 
 import importlib
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from models.families.fields import check_no_pointer, read_json
 from models.record import TOKENIZER
+from models.safetensors_folder import TOKENIZER_FILES
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WINDOW = 64
@@ -62,6 +63,9 @@ class Tokenizer:
         called = (origin or str(folder)).removesuffix("/config.json")
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             raise ValueError(f"{called} holds no tokenizer: convert a folder or file that has one")
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                check_no_pointer(folder / name)
         try:
             inner = transformers().AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
@@ -179,7 +183,7 @@ def _end_ids(folder: Path, inner: Any) -> frozenset[int]:
     found = {inner.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            value = read_json(folder / name).get("eos_token_id")
             found |= set(value) if isinstance(value, list) else {value}
     return frozenset(token for token in found if token is not None)
 

@@ -375,6 +375,7 @@ def index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 K = "model.layers.1.self_attn.k_proj.weight"
 FILE = "model.safetensors"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0"
 FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("missing tensor", lambda f: rewrite(f, lambda w: w.pop(K)), f"1 missing: {K}"),
     ("missing head", lambda f: rewrite(f, lambda w: w.pop("lm_head.weight")), "1 missing: lm_head.weight"),
@@ -400,7 +401,7 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("empty file", lambda f: (f / FILE).write_bytes(b""), "empty file"),
     ("huge header", lambda f: (f / FILE).write_bytes(b"\xff" * 64), "truncated or no safetensors"),
     ("no JSON", lambda f: (f / FILE).write_bytes(struct.pack("<Q", 4) + b"nope"), "damaged header"),
-    ("pointer", lambda f: (f / FILE).write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
+    ("pointer", lambda f: (f / FILE).write_bytes(POINTER), "Git LFS pointer"),
     ("offsets", lambda f: header(f / FILE, lambda h: h[K].update(data_offsets=[0, 4])), "do not agree"),
     ("dtype", lambda f: header(f / FILE, lambda h: h[K].update(dtype="F8_E4M3")), "F8_E4M3.*supported ones are"),
     ("no weights", lambda f: (f / FILE).unlink(), "holds no weights"),
@@ -422,6 +423,14 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("no config", lambda f: (f / "config.json").unlink(), "config.json does not exist"),
     ("config is no JSON", lambda f: (f / "config.json").write_text("{"), "is no JSON"),
     ("config is a list", lambda f: (f / "config.json").write_text("[]"), "holds a JSON list"),
+    *(
+        (
+            f"pointer {name}",
+            lambda f, name=name: (f / name).write_bytes(POINTER),
+            f"{name} is a Git LFS pointer, not the",
+        )
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    ),
     ("empty folder", lambda f: (shutil.rmtree(f), f.mkdir()), "empty folder"),
     ("no folder", lambda f: shutil.rmtree(f), "does not exist"),
     ("tokenizer too large", lambda f: tiny.save_byte_level(f), "300 tokens and the embedding table 96"),
@@ -473,12 +482,14 @@ def test_gguf_metadata_that_changes_the_arithmetic_is_refused(
     refused(source, tmp_path / "checkpoint", message)
 
 
-@pytest.mark.parametrize("keep", [0.02, 0.5, 0.99])
+@pytest.mark.parametrize("keep", [0.002, 0.02, 0.99])
 def test_a_truncated_gguf_is_refused(tmp_path: Path, keep: float) -> None:
     source = tiny.write_gguf(tmp_path / "model.gguf")
     data = source.read_bytes()
     source.write_bytes(data[: int(keep * len(data))])
-    refused(source, tmp_path / "checkpoint", "truncated")
+    whole = "at least" if keep == 0.002 else f"{len(data):,}"
+    told = f"model.gguf is truncated: it has {int(keep * len(data)):,} bytes and should have {whole}"
+    refused(source, tmp_path / "checkpoint", told)
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "thing.txt", "model.safetensors"])

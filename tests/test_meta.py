@@ -106,6 +106,10 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "consolidated.01.pth cannot be read as tensors, or is damaged or truncated" in refused(folder, capsys)
     second.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
     assert "Git LFS pointer" in refused(folder, capsys)
+    second.write_bytes(kept)
+    (folder / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
+    assert "tokenizer.model is a Git LFS pointer" in refused(folder, capsys)
+    (folder / "tokenizer.model").unlink()
 
     class Evil:
         def __reduce__(self):

@@ -180,3 +180,10 @@ def test_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
 def test_an_unknown_kind_of_gguf_tokenizer_is_refused(tmp_path: Path, change: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         save_tokenizer(tiny.gguf_tokenizer_metadata("gpt2") | change, {}, tmp_path)
+
+
+def test_a_pointer_in_place_of_a_tokenizers_file_is_told(tmp_path: Path) -> None:
+    tiny.save_byte_level(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
+    with pytest.raises(ValueError, match="tokenizer.json is a Git LFS pointer, not the file itself"):
+        Tokenizer.from_folder(tmp_path)
