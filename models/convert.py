@@ -23,7 +23,7 @@ from models.checkpoint import (
     named_leaves,
     written_beside,
 )
-from models.families import families, family_of
+from models.families import config_of, families
 from models.gguf import open_gguf
 from models.meta import PARAMS, open_meta
 from models.progress import byte_progress
@@ -118,7 +118,7 @@ def convert(
 
 def read_source_config(source: Source, ignore_fields: Collection[str] = ()) -> ModelConfig:
     """The architecture; raises ValueError for fields that are not supported, or not known and not to be ignored."""
-    config = family_of(source.fields).from_hf(source.fields)
+    config = config_of(source.fields)
     source.fields.finish(ignore_fields)
     return config
 

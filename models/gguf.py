@@ -89,7 +89,9 @@ def open_gguf(path: Path) -> Source:
     raw = read_metadata(path, metadata, reader.tensors)
     names = gguf.get_tensor_name_map(_ARCHITECTURES[metadata["general.architecture"]], raw["num_hidden_layers"])
     return Source(
-        fields=Fields(raw, str(path)),
+        fields=Fields(
+            raw, str(path), {ours: f"{metadata['general.architecture']}.{key}" for key, ours in _CONFIG.items()}
+        ),
         tensors=_tensors(path, reader.tensors, raw),
         stored_name=lambda name: names.get_name(name, try_suffixes=(".weight", ".bias")) or name,
         save_tokenizer=partial(save_tokenizer, metadata, raw),

@@ -45,6 +45,15 @@ _READ = (
     *("multiple_of", "ffn_dim_multiplier", "max_batch_size"),  # the size of the MLP stands in its tensors
 )
 """Fields of params.json that are known here."""
+_KEYS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+}
+"""Fields of config.json, and what params.json calls them."""
 
 
 def open_meta(folder: Path) -> Source:
@@ -82,7 +91,7 @@ def open_meta(folder: Path) -> Source:
         if (count := heads.get(_kind(name))) is not None:
             tensors[name] = replace(tensor, read_into=partial(read_interleaved, tensor.read_into, count))
     return Source(
-        fields=Fields(raw, str(folder / PARAMS)),
+        fields=Fields(raw, str(folder / PARAMS), _KEYS),
         tensors=tensors,
         stored_name=_stored_name,
         save_tokenizer=partial(save_tokenizer, folder, raw),

@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 
 import tiny
 import treering
-from configs.llama import LlamaConfig
+from configs.model import ModelConfig
 from configs.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 from layers.sharding import Plan
 from models import convert as conversion
 from models.checkpoint import load_model, named_leaves, read_config, read_record
 from models.convert import convert
+from models.families import config_of
 from models.families.fields import Fields
-from models.families.llama import from_hf
 from models.load import open_model
 from models.tokenizer import Tokenizer
 from models.weights import DTYPES, is_finite
@@ -473,6 +473,8 @@ def test_a_checkpoint_needs_no_conversion(tmp_path: Path) -> None:
         ({"llama.attention.value_length": 32}, "value_length 32"),
         ({"llama.rope.dimension_count": 4}, "dimension_count 4"),
         ({"split.count": 2}, "one of 2 parts"),
+        ({"llama.attention.head_count_kv": 3}, "model.gguf: llama.attention.head_count_kv 3 does not divide llama.att"),
+        ({"llama.context_length": 0}, "model.gguf has llama.context_length 0: it must be at least 1"),
     ],
 )
 def test_gguf_metadata_that_changes_the_arithmetic_is_refused(
@@ -502,10 +504,9 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, name: str) -> None:
 # ---- config.json
 
 
-def read(**changes: Any) -> LlamaConfig:
+def read(**changes: Any) -> ModelConfig:
     fields = Fields({name: value for name, value in (tiny.LLAMA | changes).items() if value != "absent"}, "config.json")
-    fields.take("model_type")
-    config = from_hf(fields)
+    config = config_of(fields)
     fields.finish()
     return config
 
@@ -569,8 +570,17 @@ def test_every_spelling_of_rotary_parameters(fields: dict[str, Any], rope: Any) 
         ({"rope_scaling": "linear"}, "must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers 'two': it must be a whole number"),
-        ({"num_hidden_layers": 0}, "layers is 0"),
-        ({"num_key_value_heads": 3}, "kv_heads 3 does not divide heads 8"),
+        ({"num_hidden_layers": 0}, "^config.json has num_hidden_layers 0: it must be at least 1"),
+        ({"num_attention_heads": 0}, "^config.json has num_attention_heads 0: it must be at least 1"),
+        (
+            {"num_key_value_heads": 3},
+            r"^config.json: num_key_value_heads 3 does not divide num_attention_heads 8: each key head serves an equal "
+            r"group of query heads \(num_key_value_heads that work: 1, 2, 4, 8\)$",
+        ),
+        ({"head_dim": 7}, "^config.json: head_dim 7 is odd"),
+        ({"model_type": "mistral", "sliding_window": 0}, "^config.json: sliding_window 0: a window holds at least"),
+        ({"rms_norm_eps": float("nan")}, "^config.json has rms_norm_eps nan: it must be a number"),
+        ({"rope_theta": -1.0}, "^config.json has rope_theta -1.0: it must be above 0"),
         ({"hidden_size": 60}, "does not divide hidden_size 60"),
         ({"vocab_size": "absent"}, "lacks 'vocab_size'"),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier .treering convert --ignore-fields embedding_multiplier"),

@@ -2,6 +2,7 @@
 
 from models.families import gemma3, llama, mistral, qwen2, qwen3
 from models.families.registry import Family as Family
+from models.families.registry import config_of as config_of
 from models.families.registry import families as families
 from models.families.registry import family_of as family_of
 from models.families.registry import named_sizes as named_sizes

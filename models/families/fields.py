@@ -1,6 +1,7 @@
 """Reading the fields of config.json: each one is read, known to change nothing, refused unless neutral, or unknown."""
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ HARMLESS = frozenset(
 class Fields:
     """config.json, and which of its fields were looked at."""
 
-    def __init__(self, raw: Mapping[str, Any], name: str):
+    def __init__(self, raw: Mapping[str, Any], name: str, keys: Mapping[str, str] | None = None):
         self.raw = raw
         self.name = name
         """The file, for errors."""
+        self.keys = keys or {}
+        """What the file itself calls fields, for errors, where that is another name."""
         self._known: set[str] = set(HARMLESS)
 
     def with_values(self, **values: Any) -> "Fields":
@@ -37,7 +40,7 @@ class Fields:
         return self._sharing({**defaults, **{key: value for key, value in self.raw.items() if value is not None}})
 
     def _sharing(self, raw: Mapping[str, Any]) -> "Fields":
-        other = Fields(raw, self.name)
+        other = Fields(raw, self.name, self.keys)
         other._known = self._known
         return other
 
@@ -48,28 +51,36 @@ class Fields:
         if value is not None:
             return value
         if default is _REQUIRED:
-            raise ValueError(f"{self.name} lacks {field!r}")
+            raise ValueError(f"{self.name} lacks {self.keys.get(field, field)!r}")
         return default
 
     def integer(self, field: str, default: Any = _REQUIRED) -> Any:
         """`take`, for a whole number."""
         value = self.take(field, default)
         if value is not default and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ValueError(f"{self.name} has {field} {value!r}: it must be a whole number")
+            raise self._refused(field, "it must be a whole number")
+        return value
+
+    def count(self, field: str, default: Any = _REQUIRED) -> Any:
+        """`integer`, for one that is at least 1."""
+        value = self.integer(field, default)
+        if value is not default and value < 1:
+            raise self._refused(field, "it must be at least 1")
         return value
 
     def number(self, field: str, default: Any = _REQUIRED) -> Any:
-        """`take`, for a number."""
+        """`take`, for a number, which is finite."""
         value = self.take(field, default)
-        if value is not default and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"{self.name} has {field} {value!r}: it must be a number")
+        proper = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not default and not proper:
+            raise self._refused(field, "it must be a number")
         return value
 
     def flag(self, field: str, default: Any = _REQUIRED) -> Any:
         """`take`, for true or false."""
         value = self.take(field, default)
         if value is not default and not isinstance(value, bool):
-            raise ValueError(f"{self.name} has {field} {value!r}: it must be true or false")
+            raise self._refused(field, "it must be true or false")
         return value
 
     def only(self, field: str, *neutral: Any, why: str = "this family does not compute it") -> None:
@@ -77,7 +88,10 @@ class Fields:
         value = self.take(field, None)
         if value is not None and value not in neutral:
             works = " or ".join(["absent", *(repr(value) for value in neutral)])
-            raise ValueError(f"{self.name} has {field} {value!r}: {why} (supported: {works})")
+            raise self._refused(field, f"{why} (supported: {works})")
+
+    def _refused(self, field: str, rule: str) -> ValueError:
+        return ValueError(f"{self.name} has {self.keys.get(field, field)} {self.raw[field]!r}: {rule}")
 
     def finish(self, ignore: Collection[str] = ()) -> None:
         """Raises ValueError listing the fields that nobody looked at and `ignore` does not name, or those that it names

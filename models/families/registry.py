@@ -1,5 +1,6 @@
 """What a family of models is, and the one table of families."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,19 @@ class Family:
     """Sizes with the names under which `treering zoo` lists them; those of this repository stand in `configs.zoo`."""
 
 
+_THEIRS = {
+    "vocab": "vocab_size",
+    "embed": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "mlp": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "window": "sliding_window",
+    "period": "sliding_window_pattern",
+    "query_scalar": "query_pre_attn_scalar",
+}
+"""Fields of configs and of config.json, where the two have other names."""
 _FAMILIES: dict[str, Family] = {}
 
 
@@ -76,9 +90,29 @@ def read_hf_config(path: str | Path) -> ModelConfig:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     fields = Fields(read_json(file), str(file))
-    config = family_of(fields).from_hf(fields)
+    config = config_of(fields)
     fields.finish()
     return config
+
+
+def config_of(fields: Fields) -> ModelConfig:
+    """The architecture of a config.json; raises ValueError for what it says that is not supported.
+
+    What a config refuses by the names of its own fields is told by those of the file.
+    """
+    try:
+        return family_of(fields).from_hf(fields)
+    except ValueError as error:
+        if fields.name in str(error):
+            raise
+
+        def theirs(name: re.Match[str]) -> str:
+            known = _THEIRS.get(name[0], name[0])
+            return fields.keys.get(known, known)
+
+        # A field stands before its value.
+        told = re.sub(r"\b[a-z_]+(?= (?:is )?-?\d| that work)", theirs, str(error))
+        raise ValueError(f"{fields.name}: {told}") from error
 
 
 def family_of(fields: Fields) -> Family:

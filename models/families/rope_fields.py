@@ -30,6 +30,8 @@ def read_rope(fields: Fields, context_length: int) -> RopeConfig:
     if kind not in ROPE_KINDS:
         raise ValueError(f"{fields.name} has the rotary kind {kind!r}: the supported ones are {', '.join(ROPE_KINDS)}")
     theta = float(inner.number("rope_theta", outer_theta))
+    if theta <= 0:
+        raise ValueError(f"{fields.name} has rope_theta {theta}: it must be above 0")
     inner.only("partial_rotary_factor", 1, 1.0)
     original = inner.integer("original_max_position_embeddings", context_length)
     # As in transformers: a value beside the rotary parameters wins over the one inside.

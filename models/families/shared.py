@@ -58,23 +58,23 @@ def read_shared(
         )
     fields.only("hidden_act", activation)
     fields.only("mlp_bias", False)
-    embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", head_dim_default)
+    embed, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    head_dim = fields.count("head_dim", head_dim_default)
     if head_dim is None:
         if embed % heads:
             raise ValueError(
                 f"{fields.name} has no head_dim, and num_attention_heads {heads} does not divide hidden_size {embed}"
             )
         head_dim = embed // heads
-    context_length = fields.integer("max_position_embeddings")
+    context_length = fields.count("max_position_embeddings")
     return {
-        "vocab": fields.integer("vocab_size"),
+        "vocab": fields.count("vocab_size"),
         "embed": embed,
-        "layers": fields.integer("num_hidden_layers"),
+        "layers": fields.count("num_hidden_layers"),
         "heads": heads,
         "kv_heads": _kv_heads(fields, heads, kv_heads_default),
         "head_dim": head_dim,
-        "mlp": fields.integer("intermediate_size"),
+        "mlp": fields.count("intermediate_size"),
         "context_length": context_length,
         "norm_eps": float(fields.number("rms_norm_eps", 1e-6)),
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
@@ -85,7 +85,7 @@ def read_shared(
 def _kv_heads(fields: Fields, heads: int, default: int | None) -> int:
     # null means as many as query heads in every family.
     absent = "num_key_value_heads" not in fields.raw and default is not None
-    return fields.integer("num_key_value_heads", default if absent else heads)
+    return fields.count("num_key_value_heads", default if absent else heads)
 
 
 def write_shared(config: ModelConfig, *, activation: str = "silu") -> dict[str, Any]:
