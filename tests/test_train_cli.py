@@ -97,16 +97,27 @@ def test_wrong_options_are_one_line(tmp_path, capsys, nothing_compiles, options,
         (
             b'{"ids": [1, 300]}\n',
             ["--data.sources.0.column", "ids"],
-            "token id 300, and the model's vocabulary has 300",
+            "TRAIN, line 1 has the token id 300, and the model's vocabulary has 300",
         ),
         (b'{"text": "good"}\n{"text": "b\xffd"}\n', [], "line 2 is no valid UTF-8 (byte 12 of the line)"),
-        (b'{"text": "good"}\n{"text": \n', [], "cannot be read"),
+        (
+            b'{"text": "good"}\n\n{"text": \n{"text": "good"}\n',
+            [],
+            "train.jsonl, line 3 is no JSON (Expecting value at",
+        ),
+        (b'{"text": "good"}\n[1, 2]\n', [], "train.jsonl, line 2 holds '[1, 2]', which is no JSON object: repair or"),
+        (b'{"text": "good"}\n{"text": 5}\n', [], "column 'text' of TRAIN, line 2 holds 5: it is neither text nor ids"),
+        (
+            b'{"text": "good", "parts": [[0, 2]]}\n{"text": "bad", "parts": [[0, 4]]}\n',
+            ["--data.sources.0.trained", "parts"],
+            "column 'parts' of TRAIN, line 2 holds the range [0, 4] for a text of 3 characters",
+        ),
     ],
 )
 def test_wrong_data_is_one_line(tmp_path, capsys, nothing_compiles, content, options, says) -> None:
     tiny_run.write_texts(tmp_path / "test.jsonl")
     (tmp_path / "train.jsonl").write_bytes(content)
-    assert says in refused(capsys, tmp_path, *options)
+    assert says.replace("TRAIN", str(tmp_path / "train.jsonl")) in refused(capsys, tmp_path, *options)
 
 
 def test_weights_and_folders_that_do_not_fit_are_one_line(tmp_path, capsys, nothing_compiles) -> None:

@@ -1,12 +1,15 @@
 """Data sets opened with `datasets`: local files, saved folders, the hub. What is wrong with one is told in one line."""
 
 import bz2
+import contextlib
 import glob
 import gzip
+import json
 import logging
 import lzma
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,8 @@ def told(source: Source, read: Callable[[], Any]) -> Any:
             raise ValueError(f"{source.path} has no rows in {source.split}: there is nothing to train on") from None
         if isinstance(cause, UnicodeError):
             raise ValueError(f"{_undecodable(source)}: repair or remove it") from None
+        if (broken := _broken_line(source)) is not None:
+            raise ValueError(f"{broken}: repair or remove it") from None
         if isinstance(error, ValueError) and source.path in str(error):
             raise
         raise ValueError(f"{source.path} cannot be read: {' '.join(str(cause).split())[:300]}") from error
@@ -85,10 +90,15 @@ def files(source: Source) -> list[str]:
 
     Raises ValueError where there are none.
     """
-    found = sorted(glob.glob(os.path.expanduser(source.path), recursive=True))
+    found = glob_files(source.path)
     if not found:
         raise ValueError(f"{source.path} does not exist: name a file, or a pattern that matches some")
     return found
+
+
+def glob_files(pattern: str) -> list[str]:
+    """What a pattern matches, sorted."""
+    return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
 
 
 def _format(path: str) -> str | None:
@@ -145,6 +155,49 @@ def _undecodable(source: Source) -> str:
                 except UnicodeDecodeError as error:
                     return f"{file}, line {number} is no valid UTF-8 (byte {error.start + 1} of the line)"
     return f"{source.path} has a row that is no valid UTF-8"
+
+
+def _broken_line(source: Source) -> str | None:
+    """Which line of a source of JSON lines is no JSON object; None where all are, and for other sources."""
+    for file, number, line in _json_lines(source):
+        try:
+            if not isinstance(json.loads(line), dict):
+                return f"{file}, line {number} holds {line.strip().decode()!r:.60}, which is no JSON object"
+        except json.JSONDecodeError as error:
+            return f"{file}, line {number} is no JSON ({error.msg} at character {error.pos + 1})"
+        except UnicodeDecodeError:
+            continue
+    return None
+
+
+def place_of(source: Source, column: str | None, value: Any) -> str:
+    """The file and line of the first row of JSON lines that has this value in a column; the source for others."""
+    for file, number, line in _json_lines(source):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and column in row and row[column] == value:
+                return f"{file}, line {number}"
+    return source.path
+
+
+def _json_lines(source: Source) -> Iterator[tuple[str, int, bytes]]:
+    """File, number and text of each line that is not empty. A .json file may be one value over many lines: then its
+    first line is no JSON, and it has none."""
+    for file in glob_files(source.path) if _format(source.path) == "json" else ():
+        with contextlib.suppress(OSError, EOFError, lzma.LZMAError, zlib.error):  # damaged: told as it was met
+            for number, line in enumerate(_lines(file), 1):
+                if number == 1 and ".jsonl" not in Path(file).suffixes and not _is_json(line):
+                    break
+                if line.strip():
+                    yield file, number, line
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _lines(file: str) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from configs.data import Source
 from models.tokenizer import Tokenizer
 from train.packing import Document
-from train.sources import open_source, told
+from train.sources import open_source, place_of, told
 
 _VERSION = 2
 """Part of the fingerprint: rises when the same data would give other tokens."""
@@ -97,16 +97,18 @@ def encode_rows(
             ids = row
         else:
             wanted = "neither text nor ids" if ranges is None else "no text, which source.trained needs"
-            raise ValueError(f"column {source.column!r} of {source.path} holds {row!r:.60}: it is {wanted}")
+            raise ValueError(
+                f"column {source.column!r} of {place_of(source, source.column, row)} holds {row!r:.60}: it is {wanted}"
+            )
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
-            raise _beyond(source, min(ids) if min(ids) < 0 else max(ids), vocab)
+            raise _beyond(place_of(source, source.column, row), min(ids) if min(ids) < 0 else max(ids), vocab)
         documents.append(Document(np.asarray(ids, np.int32), trained))
     return documents
 
 
-def _beyond(source: Source, token: int, vocab: int) -> ValueError:
+def _beyond(place: str, token: int, vocab: int) -> ValueError:
     return ValueError(
-        f"{source.path} has the token id {token}, and the model's vocabulary has {vocab} tokens, 0 to {vocab - 1}: use "
+        f"{place} has the token id {token}, and the model's vocabulary has {vocab} tokens, 0 to {vocab - 1}: use "
         "the tokenizer that belongs to the model"
     )
 
@@ -115,9 +117,10 @@ def _checked(ranges: Any, text: str, source: Source) -> list[list[int]]:
     """The ranges of one text; ValueError where they are no ranges of it."""
     for pair in ranges or []:
         if len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= len(text):
+            place = place_of(source, source.trained, ranges)
             raise ValueError(
-                f"column {source.trained!r} of {source.path} holds the range {pair} for a text of {len(text)} "
-                "characters: a range is [first, end]"
+                f"column {source.trained!r} of {place} holds the range {pair} for a text of {len(text)} characters: a "
+                "range is [first, end]"
             )
     return ranges or []
 
@@ -193,7 +196,7 @@ def _read(folder: Path, source: Source, vocab: int) -> TokenStore:
     if offsets[-1] == 0:
         raise ValueError(f"{source.path} has no text in column {source.column!r}: every row is empty")
     if info["largest"] >= vocab:
-        raise _beyond(source, info["largest"], vocab)
+        raise _beyond(source.path, info["largest"], vocab)
     tokens = np.memmap(folder / "tokens.bin", info["dtype"], "r")
     trained = None if source.trained is None else np.memmap(folder / "trained.bin", bool, "r")
     return TokenStore(tokens, trained, offsets, info["text_bytes"], info["empty"], source.path)
