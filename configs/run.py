@@ -115,7 +115,7 @@ class RunConfig:
     """Everything that decides a run. The same config in the same folder resumes it."""
 
     folder: str
-    """Where the run lives: config.json, metrics.jsonl, tokenizer/, checkpoints/STEP/{model,train}/."""
+    """Where the run lives: config.json, data.json, metrics.jsonl, tokenizer/, checkpoints/STEP/{model,train}/."""
     model: ModelConfig
     data: DataConfig
     steps: int

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -148,6 +149,73 @@ def test_a_run_from_the_command_line_trains_and_resumes(straight: Path, tmp_path
     assert lines(tmp_path / "run") == lines(straight / "run")[:3]
 
 
+def test_a_run_does_not_go_on_with_other_data_but_with_a_copy(tmp_path: Path) -> None:
+    from train.run import train
+
+    config = tiny_run.tiny_run(tmp_path, mesh=MESH, stop_at=2)
+    file = tmp_path / "train.jsonl"
+    right = file.read_text()
+    train(config)
+    words = ": {} bytes in 1 file.s. then, {} bytes in 1 now"
+    for wrong, told in (
+        (right.replace("tree", "reet", 1), words.format(f"{len(right):,}", f"{len(right):,}") + ", with other content"),
+        (right + right, words.format(f"{len(right):,}", f"{2 * len(right):,}")),
+    ):
+        file.write_text(wrong)
+        for again in (config, dataclasses.replace(config, folder=str(tmp_path / "new"), go_on_from=config.folder)):
+            with pytest.raises(
+                ValueError, match=f"train.jsonl has changed since the run in .*/run began{told}. Put it"
+            ):
+                train(dataclasses.replace(again, stop_at=3))
+    assert not (tmp_path / "new").exists()
+    file.unlink()
+    file.write_text(right)
+    assert train(dataclasses.replace(config, stop_at=3)).step == 3
+
+
+def test_samples_of_large_files_tell_them_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from configs.data import Source
+    from train import data_files
+
+    monkeypatch.setattr(data_files, "SAMPLED", 2 << 10)
+    text = bytes(np.random.default_rng(0).integers(0, 256, 100_000, np.uint8))
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(text)
+    sources = (Source(path=str(tmp_path / "*.jsonl")), Source(path="python-docs"))
+    before = data_files.marks_of(sources)
+    assert before.keys() == {sources[0].path} and before[sources[0].path]["bytes"] == 200_000
+    for place in (0, -1):
+        changed = bytearray(text)
+        changed[place] ^= 1
+        (tmp_path / "b.jsonl").write_bytes(changed)
+        assert data_files.marks_of(sources) != before
+    (tmp_path / "b.jsonl").write_bytes(text)
+    assert data_files.marks_of(sources) == before
+
+
+def test_what_a_killed_run_wrote_after_its_checkpoint_is_dropped(straight: Path, tmp_path: Path) -> None:
+    from train.run import train
+
+    train(beside(straight, tmp_path, stop_at=2))
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as log:
+        log.write('{"step": 3, "loss": 1.0}\n{"step": 3, "held_out": 1.0}\n{"step": 4, "lo')
+    train(beside(straight, tmp_path, stop_at=4))
+    assert lines(tmp_path / "run") == lines(straight / "run")[:4]
+    assert "held_out" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(straight: Path, tmp_path: Path) -> None:
+    from train.run import train
+
+    shutil.copytree(straight / "run", tmp_path / "damaged")
+    for chunk in (tmp_path / "damaged").glob("checkpoints/*/train/state/*/*"):
+        chunk.write_bytes(b"")
+    with pytest.raises(ValueError, match="no checkpoint in .* can be read"):
+        train(beside(straight, tmp_path, go_on_from=str(tmp_path / "damaged")))
+    train(beside(straight, tmp_path, go_on_from=str(straight / "run")))  # is at its end
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]
+
+
 def test_generate_reads_a_runs_model(straight: Path, capsys) -> None:
     from configs.infer import GenerateOptions
     from infer.generate import generate
@@ -249,7 +317,7 @@ def test_a_killed_run_leaves_a_broken_line_and_the_next_one_mends_it(tmp_path: P
     from train.metrics import MetricsLog, read_metrics
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    log = MetricsLog(tmp_path, WatchConfig())
+    log = MetricsLog(tmp_path, WatchConfig(), step=1)
     for step in (2, 3):
         log.write({"step": step, "loss": float("nan")})
     log.close()

@@ -93,6 +93,12 @@ def test_wrong_options_are_one_line(tmp_path, capsys, nothing_compiles, options,
     ("content", "options", "says"),
     [
         (b"", [], "has no rows"),
+        (b'{"ids": [5]}\n{"ids": [6]}\n', ["--data.sources.0.column", "ids"], "train.jsonl holds nothing to train on"),
+        (
+            b'{"ids": [5]}\n{"ids": [6]}\n',
+            ["--data.sources.0.column", "ids", "--data.streaming"],
+            "train.jsonl holds nothing to train on",
+        ),
         (b'{"text": ""}\n{"text": null}\n', [], "every row is empty"),
         (
             b'{"ids": [1, 300]}\n',

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,12 @@ def flops_per_token(config: ModelConfig, window: int) -> float:
 
 
 class MetricsLog:
-    """metrics.jsonl: one object a line, flushed at once. Where a step stands twice, the later line holds."""
+    """metrics.jsonl: one object a line, flushed at once."""
 
-    def __init__(self, folder: Path, watch: WatchConfig):
-        path = folder / FILE
-        whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
-        self._file = open(path, "a")
-        if not whole:  # The run was killed within a line.
-            self._file.write("\n")
+    def __init__(self, folder: Path, watch: WatchConfig, *, step: int):
+        """`step` is where the run begins or goes on: what a killed run wrote of later steps is dropped."""
+        _drop_beyond(step, folder / FILE)
+        self._file = open(folder / FILE, "a")
         self._others: list[Any] = []
         if watch.tensorboard:
             self._others.append(_tensorboard(folder))
@@ -68,6 +67,23 @@ class MetricsLog:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def _drop_beyond(step: int, path: Path) -> None:
+    """Removes the lines of later steps, and one that was broken off: all at once, and only where there are any."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+    def stays(line: bytes) -> bool:
+        try:
+            return line.endswith(b"\n") and json.loads(line)["step"] <= step
+        except (ValueError, TypeError, KeyError):
+            return False
+
+    kept = [line for line in lines if stays(line)]
+    if kept != lines:
+        beside = path.with_suffix(".new")
+        beside.write_bytes(b"".join(kept))
+        os.replace(beside, path)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

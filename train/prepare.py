@@ -23,6 +23,7 @@ from models.tokenizer import Tokenizer
 from train.batch import check_batch
 from train.checkpoint import finished_steps
 from train.data import Mixture, Rows, StoredBlocks, StreamedBlocks
+from train.data_files import Marks, check_same_files, marks_of
 from train.metrics import check_extras
 from train.new_tokenizer import BYTE_VOCAB, write_tokenizer
 from train.optim import check_schedule
@@ -182,6 +183,8 @@ class Data:
     held_out: list[TokenStore]
     report: list[str]
     """Tokens in, out and dropped, in words; a line a source."""
+    files: Marks
+    """What the sources' files are known by."""
 
 
 def open_data(config: RunConfig, tokenizer_folder: Path) -> Data:
@@ -190,6 +193,10 @@ def open_data(config: RunConfig, tokenizer_folder: Path) -> Data:
     Raises ValueError for data that cannot be trained on, as `open_source` and `encode_rows` do.
     """
     data, cache, vocab = config.data, cache_folder(config), config.model.vocab
+    marks_of_files = marks_of(data.sources)
+    for run in filter(None, (config.folder, config.go_on_from)):
+        if finished_steps(Path(run) / CHECKPOINTS):
+            check_same_files(Path(run), marks_of_files)
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     if tokenizer.text_vocab_size > vocab:  # special tokens beyond it are refused where a text holds one
         raise ValueError(
@@ -208,18 +215,20 @@ def open_data(config: RunConfig, tokenizer_folder: Path) -> Data:
             blocks = StoredBlocks(store, block, (config.seed, number, 0))
         rows = Rows(blocks, data.window, (config.seed, number, 1), masked=source.trained is not None)
         parts.append(rows)
-        lines.append(f"packed {source.path}: {_report(rows)}")
+        lines.append(f"packed {source.path}: {_report(rows, source.path)}")
     held_out = [tokenise(source, tokenizer, **marks) for source in data.held_out]
-    return Data(Mixture(parts, [source.weight for source in data.sources]), held_out, lines)
+    return Data(Mixture(parts, [source.weight for source in data.sources]), held_out, lines, marks_of_files)
 
 
-def _report(rows: Rows) -> str:
-    """Of a whole epoch of stored documents, or of a first block."""
+def _report(rows: Rows, path: str) -> str:
+    """Of a whole epoch of stored documents, or of a first block; ValueError where an epoch makes no row."""
     store = rows.blocks.store if isinstance(rows.blocks, StoredBlocks) else None
     whole = store is not None and len(store) <= REPORTED_DOCUMENTS
     report, at = rows.peek(rows.blocks.start())
-    while whole and at["epoch"] == 0:
+    while at["epoch"] == 0 and (whole or not report.rows):
         part, at = rows.peek(at)
         report += part
+    if not report.rows:
+        raise ValueError(f"{path} holds nothing to train on: no document has a second token, or none that is trained")
     empty = f"; {store.empty:,} rows without text" if store is not None and store.empty else ""
     return f"{'an epoch' if whole else 'the first block'}: {report}{empty}"

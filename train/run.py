@@ -24,6 +24,7 @@ from models.record import CHECKPOINTS, TOKENIZER
 from train.batch import place
 from train.checkpoint import Checkpoints, finished_steps, restore
 from train.data import ahead, batches, process_rows
+from train.data_files import DATA, Marks
 from train.held_out import HeldOut, in_words
 from train.prepare import CONFIG, check_run, find_tokenizer, open_data, weights_of
 from train.step import TrainState, abstract_state, init_state, step_program
@@ -96,19 +97,12 @@ def train(config: RunConfig) -> Outcome:
     say(f"step compiled in {time.perf_counter() - started:.1f} s; {memory_in_words(program, plan)}")
     held_out = HeldOut(config, shapes.model, plan, data.held_out) if data.held_out else None
 
-    # The folder: from here on, files are written.
-    folder = Path(config.folder)
-    if first_process:
-        make_folder(folder, config, tokenizer)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("the run's folder")
-    checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint)
-
     # Where the state comes from: the first of these that there is.
     # 1. this run's own newest checkpoint,
     # 2. the newest checkpoint of the run `go_on_from`,
     # 3. the weights of `start`, at step 0,
     # 4. random weights from `seed`.
+    folder = Path(config.folder)
     if finished_steps(folder / CHECKPOINTS):
         state, position = newest(folder / CHECKPOINTS, shapes, plan, say)
     elif config.go_on_from is not None:
@@ -129,9 +123,15 @@ def train(config: RunConfig) -> Outcome:
     step = first_step = int(jax.device_get(state.step))
     last = min(config.steps, config.stop_at or config.steps)
     if step >= last:
-        checkpoints.close()
         say(f"nothing to do: the run is at step {step} of {last}")
         return Outcome(step, None, None)
+
+    # The folder: from here on, files are written.
+    if first_process:
+        make_folder(folder, config, tokenizer, data.files)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("the run's folder")
+    checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint)
 
     def save() -> None:
         checkpoints.save(step, state, position=position, seed=config.seed, tokenizer=folder / TOKENIZER)
@@ -196,10 +196,11 @@ def train(config: RunConfig) -> Outcome:
     return Outcome(step, recorder.newest, evaluated)
 
 
-def make_folder(folder: Path, config: RunConfig, tokenizer: Path) -> None:
-    """Writes what a run's folder holds from the start: its config, and its tokenizer."""
+def make_folder(folder: Path, config: RunConfig, tokenizer: Path, files: Marks) -> None:
+    """Writes what a run's folder holds from the start: its config, what its data is known by, and its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(flat(config), indent=2) + "\n")
+    (folder / DATA).write_text(json.dumps(files, indent=2) + "\n")
     if not (folder / TOKENIZER).is_dir():
         partial = folder / (TOKENIZER + ".partial")
         shutil.copytree(tokenizer, partial, dirs_exist_ok=True)

@@ -133,7 +133,7 @@ class Recorder:
         self._watch, self._last = config.watch, config.steps
         self._meter = Meter(config, device_kind, devices)
         first = jax.process_index() == 0
-        self._log = MetricsLog(folder, config.watch) if first else None
+        self._log = MetricsLog(folder, config.watch, step=first_step) if first else None
         self._bar = Bar(config.steps, first_step, bar=config.watch.bar) if first else None
         self._waiting: tuple[int, Any, int] | None = None
         self.newest: dict[str, Any] | None = None
