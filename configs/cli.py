@@ -135,9 +135,10 @@ def _one_line(box: str, known: Mapping[str, Any], arguments: list[str], program:
 
 
 def _unexpected(word: str, known: Mapping[str, Any], arguments: list[str], program: str) -> str:
-    before = _flag(arguments[arguments.index(word) - 1]) if word in arguments[1:] else ""
-    if known.get(before) is bool:
-        return f"{before} {word}: {before} takes no value"
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        flag = _flag(before if argument == word else argument)
+        if word in (argument, argument.partition("=")[2]) and known.get(flag) is bool:
+            return f"{flag} {word}: {flag} takes no value"
     return f"unexpected argument {word}: see {program} --help"
 
 

@@ -1,5 +1,6 @@
 """`treering export CKPT HF_DIR`."""
 
+import math
 from dataclasses import dataclass
 
 from configs.cli import Positional, parse
@@ -22,6 +23,8 @@ class ExportOptions:
 def main(arguments: list[str]) -> int:
     """Runs the command."""
     options = parse(ExportOptions, arguments, program="treering export")
+    if not math.isfinite(options.shard_gigabytes):
+        raise ValueError(f"shard_gigabytes {options.shard_gigabytes}: it must be a number, such as 5")
     from models.export import export
 
     export(

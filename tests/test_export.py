@@ -205,6 +205,7 @@ def test_destinations_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str
     refused(tmp_path / "checkpoint" / "tokenizer", "choose another destination", "--overwrite")
     refused(tmp_path, "choose another destination", "--overwrite")
     refused(tmp_path / "new", "a shard of 0 bytes", "--shard-gigabytes", "0")
+    refused(tmp_path / "new", "--shard-gigabytes inf: it must be a number", "--shard-gigabytes", "inf")
     refused(tmp_path / "new", "did you mean --overwrite?", "--overwrit")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "notes", "source"]
     (source / "stale.txt").write_text("old")
