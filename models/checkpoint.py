@@ -99,7 +99,7 @@ def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path
     made = [folder for folder in partial.parents if not folder.exists()]
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with _alone_in(partial, path):
+        with alone_in(partial, f"another process writes {path}: wait for it, or choose another destination"):
             try:
                 check()  # again: another process may have been here before
                 yield partial
@@ -121,19 +121,19 @@ def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path
 
 
 @contextlib.contextmanager
-def _alone_in(partial: Path, path: Path) -> Iterator[None]:
-    """Raises ValueError where another process writes into `partial`, or has just renamed it."""
-    descriptor = os.open(partial, os.O_RDONLY)
+def alone_in(folder: Path, told: str) -> Iterator[None]:
+    """Raises ValueError, with the words `told`, where another process is in the same context, or renamed the folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = partial.exists() and os.path.samestat(os.stat(partial), os.fstat(descriptor))
+            alone = folder.exists() and os.path.samestat(os.stat(folder), os.fstat(descriptor))
         except BlockingIOError:
             alone = False
         except OSError:  # a file system without locks
             alone = True
         if not alone:
-            raise ValueError(f"another process writes {path}: wait for it, or choose another destination")
+            raise ValueError(told)
         yield
     finally:
         os.close(descriptor)

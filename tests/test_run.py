@@ -260,6 +260,8 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(
             super().add(step, *rest)
             if step == 5 and not asked.is_set():
                 asked.set()
+                with pytest.raises(ValueError, match="another process trains in .*/run: wait for it"):
+                    module.train(beside(straight, tmp_path))
                 os.kill(os.getpid(), which)
 
     asked = threading.Event()

@@ -18,6 +18,7 @@ from configs.run import RunConfig, flat
 from layers.devices import describe, plan_for, simulate_cpu_devices
 from layers.program import Program
 from layers.sharding import Plan
+from models.checkpoint import alone_in
 from models.families import families
 from models.load import open_model
 from models.record import CHECKPOINTS, TOKENIZER
@@ -127,7 +128,11 @@ def train(config: RunConfig) -> Outcome:
         return Outcome(step, None, None)
 
     # The folder: from here on, files are written.
+    at_the_end = contextlib.ExitStack()
     if first_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        told = f"another process trains in {folder}: wait for it, or choose another --folder"
+        at_the_end.enter_context(alone_in(folder, told))
         make_folder(folder, config, tokenizer, data.files)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("the run's folder")
@@ -146,7 +151,7 @@ def train(config: RunConfig) -> Outcome:
         for batch, after in batches(data.mixture, config.data.batch, mine)
     )
     evaluated, asked_to_stop = None, False
-    with contextlib.ExitStack() as at_the_end:
+    with at_the_end:
         for part in (checkpoints, recorder, watchdog, profile, stream):
             at_the_end.callback(part.close)
         asked = at_the_end.enter_context(StopSignal())
@@ -197,8 +202,7 @@ def train(config: RunConfig) -> Outcome:
 
 
 def make_folder(folder: Path, config: RunConfig, tokenizer: Path, files: Marks) -> None:
-    """Writes what a run's folder holds from the start: its config, what its data is known by, and its tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes what a run's folder, which exists, holds from the start: config, marks of the data, tokenizer."""
     (folder / CONFIG).write_text(json.dumps(flat(config), indent=2) + "\n")
     (folder / DATA).write_text(json.dumps(files, indent=2) + "\n")
     if not (folder / TOKENIZER).is_dir():
