@@ -23,7 +23,7 @@ from models.families import families
 from models.record import RECORD, TOKENIZER, WEIGHTS, Record, read_record
 from models.record import read_config as read_config
 from models.transformer import Transformer
-from models.weights import DTYPES, fingerprint, hash_arrays, read_arrays, write_arrays
+from models.weights import DTYPES, all_finite, fingerprint, hash_arrays, read_arrays, write_arrays
 
 
 def abstract_model(config: ModelConfig) -> Transformer:
@@ -46,12 +46,16 @@ def load_model(path: str | Path, plan: Plan, dtype: str | None = None) -> Transf
     """The model at `path`, stacked, each parameter read straight onto its devices of `plan`.
 
     Parameters are cast to `dtype`, or stay as stored where it is None. Raises what `read_record` does, and ValueError
-    where the weights are not those that model.json describes or an axis of the mesh does not divide a dim.
+    where the weights are not those that model.json describes, `dtype` cannot hold them, or an axis of the mesh does not
+    divide a dim.
     """
     record = read_record(path)
     arrays, static = eqx.partition(abstract_model(record.config), _is_array)
     wanted = named_leaves(plan.abstract(arrays, "parameters"))
     restored = read_arrays(Path(path) / WEIGHTS, wanted, None if dtype is None else DTYPES[dtype])
+    if dtype == "float16":  # its largest number is the only one that weights go beyond
+        for name in (name for name, array in restored.items() if not all_finite(array)):
+            raise ValueError(f"{name} holds values that float16 cannot: compute in bfloat16 or float32 instead")
     structure = jax.tree.structure(arrays)
     return eqx.combine(jax.tree.unflatten(structure, [restored[name] for name in wanted]), static)
 

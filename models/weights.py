@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jaxtyping import Array, Bool
 
 DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float16),
@@ -170,6 +171,13 @@ def is_finite(array: np.ndarray) -> bool:
     exponent = np.array(np.inf, array.dtype).view(words.dtype)
     pieces = range(0, len(words), _HASH_BYTES // words.itemsize)
     return all((words[start : pieces.step + start] & exponent).max() < exponent for start in pieces)
+
+
+@jax.jit
+def all_finite(tree: Any) -> Bool[Array, ""]:
+    """Whether every floating-point number of `tree` is finite."""
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
 
 
 def hash_array(array: np.ndarray) -> str:

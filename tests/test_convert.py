@@ -155,11 +155,14 @@ def test_dtype_casts(tmp_path: Path, plan: Plan) -> None:
         convert(tmp_path / "source", tmp_path / "other", dtype="int8")
 
 
-def test_a_cast_that_overflows_is_refused(tmp_path: Path) -> None:
+def test_a_cast_that_overflows_is_refused(tmp_path: Path, plan: Plan) -> None:
     weights = tiny.tensors() | {"model.norm.weight": np.full(64, 1e6, np.float32)}
     with pytest.raises(ValueError, match="model.norm.weight holds values that float16 cannot"):
         convert(tiny.write_folder(tmp_path / "source", weights=weights), tmp_path / "checkpoint", dtype="float16")
     assert not (tmp_path / "checkpoint").exists()
+    convert(tmp_path / "source", tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match="norm.weight holds values that float16 cannot: compute in"):
+        load_model(tmp_path / "checkpoint", plan, "float16")
 
 
 def test_frequencies_in_old_files_are_passed_over(tmp_path: Path, plan: Plan) -> None:

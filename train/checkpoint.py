@@ -16,16 +16,15 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
-from jaxtyping import Array, Bool
 
 from configs.run import CheckpointConfig
 from layers.sharding import Plan
 from models.checkpoint import load_model, main_dtype, named_leaves
 from models.record import RECORD, TOKENIZER, WEIGHTS, Record, read_record
 from models.weights import (
+    all_finite,
     array_handler,
     fingerprint,
     hash_array,
@@ -97,13 +96,6 @@ class _Keep:
         kept |= {step for step in steps if self.config.keep_every and step % self.config.keep_every == 0}
         kept |= set([step for step in steps if (self.folder / str(step) / READ_BACK).exists()][-1:])
         return [step in kept for step in steps]
-
-
-@jax.jit
-def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Whether every floating-point number of `tree` is finite."""
-    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
 
 
 class Checkpoints:
