@@ -150,8 +150,8 @@ def empty(folder: Path) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Raises ValueError where a folder `path`, which does not exist, cannot be made."""
-    parent = next(folder for folder in path.parents if folder.exists())
+    """Raises ValueError where `path` is no folder that can be written to, and can be made none."""
+    parent = next(folder for folder in (path, *path.parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"{path} cannot be made: {parent} is no folder that can be written to")
 

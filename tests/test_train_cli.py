@@ -74,6 +74,8 @@ def refused(capsys, folder: Path, *options: str, **changes: str) -> str:
         (["--data.sources.0.path", "missing.jsonl"], "missing.jsonl does not exist"),
         (["--optimizer.schedule.warmup-steps", "30"], "--optimizer.schedule.warmup-steps 30 in a run of 20 steps"),
         (["--start", "nowhere"], "nowhere"),
+        (["--folder", f"{__file__}/run"], f"{__file__}/run cannot be made: {__file__} is no folder that can be"),
+        (["--data.cache", f"{__file__}/a/b"], f"{__file__}/a/b cannot be made: {__file__} is no folder"),
         (["--start", "a", "--go-on-from", "b"], ": --start and --go-on-from are both given"),
         (["--watch.profile", "0", "3"], "--watch.profile (0, 3): it is a first step, from 1 on, and a later one"),
         (["--watch.profile", "3", "21"], "--watch.profile (3, 21) ends beyond the run's 20 steps"),

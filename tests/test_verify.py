@@ -56,7 +56,7 @@ def test_a_gguf_is_a_source(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for options, words in (
         (["--bound", "0"], "bound 0.0: it must be above 0"),
-        (["--max-tokens", "0"], "max_tokens 0: compare on at least 1"),
+        (["--max-tokens", "0"], "--max-tokens 0: compare on at least 1"),
         (["--mesh.tensor", "4"], "does not divide kv_heads 2"),
     ):
         status, said = verify(folder, capsys, *options)

@@ -52,6 +52,7 @@ def check_run(config: RunConfig, plan: Plan) -> None:
         if getattr(config.evaluate, name) is not None and not config.data.held_out:
             raise ValueError(f"evaluate.{name} goes with data.held_out: without, there is nothing to evaluate on")
     check_folder(config)
+    check_place(cache_folder(config))
     if config.start is not None:
         check_same_weights(config.model, open_model(weights_of(config.start)).config, config.start)
     if config.go_on_from is not None:
