@@ -144,9 +144,11 @@ def _unexpected(word: str, known: Mapping[str, Any], arguments: list[str], progr
 
 def _values(flag: str, hint: Any, arguments: list[str]) -> list[str]:
     """What the user gave a flag, the last time."""
-    place = max(place for place, argument in enumerate(arguments) if _flag(argument) == flag)
-    _, equals, value = arguments[place].partition("=")
-    following = itertools.takewhile(lambda argument: not argument.startswith("--"), arguments[place + 1 :])
+    places = [place for place, argument in enumerate(arguments) if _flag(argument) == flag]
+    if not places:
+        return []
+    _, equals, value = arguments[places[-1]].partition("=")
+    following = itertools.takewhile(lambda argument: not argument.startswith("--"), arguments[places[-1] + 1 :])
     return [value] if equals else list(following)[: None if "tuple" in str(hint) else 1]
 
 
