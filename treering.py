@@ -76,7 +76,6 @@ def main(arguments: list[str] | None = None) -> int:
     """
     # Without PyTorch transformers prints a line about it, unless this is set before it is imported.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    keep_compiled()
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -88,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if name not in COMMANDS:
             raise ValueError(f"unknown command {name!r}: the commands are {', '.join(COMMANDS)}")
+        keep_compiled()
         if name != "plot":
             # Before the command's own options are read: a recipe of the user's may need what it registers.
             rest, files = without_plugins(rest)
