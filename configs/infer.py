@@ -74,6 +74,10 @@ class GenerateOptions(AnswerOptions, DeviceOptions):
     """With --prompts, the file that answers are added to as JSON lines; those it holds already are not made again."""
     rows: int = 8
     """With --prompts, how many are answered side by side."""
+    save_cache: str | None = None
+    """With --prompt, a new folder for the prompt's keys and values, so that it is not read again; for you alone."""
+    load_cache: str | None = None
+    """With --prompt, a folder that --save-cache wrote: the prompt goes on from the text that it holds, on any mesh."""
     chat: bool = False
     """Wrap the prompt as a user's message in the checkpoint's chat template."""
     json: bool = False

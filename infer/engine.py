@@ -293,10 +293,10 @@ class Engine:
 
         return self._program(("release",), release, self._some())
 
-    def compile(self, prompt_tokens: int, kind: Kind = "greedy", top: int | None = None) -> None:
-        """Compiles ahead all that one request with a prompt of this length runs."""
-        for place, chunk in enumerate(self.chunks.of(prompt_tokens)):
-            self.append_program(self.groups, chunk, fresh=place == 0)
+    def compile(self, prompt_tokens: int, kind: Kind = "greedy", top: int | None = None, *, held: int = 0) -> None:
+        """Compiles ahead all that one request with a prompt of this length runs, whose row holds `held` of it."""
+        for place, chunk in enumerate(self.chunks.of(prompt_tokens - held)):
+            self.append_program(self.groups, chunk, fresh=place == held == 0)
         self.start_program(kind, top)
         self.decode_program(kind, top)
         self.admit_program()

@@ -1,5 +1,6 @@
 """`treering generate CKPT --prompt TEXT`, and `--prompts FILE` for many."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -15,6 +16,8 @@ def main(arguments: list[str]) -> int:
         raise ValueError("give --prompt TEXT, or --prompts FILE")
     check_together(options)
     if options.prompts is not None:
+        if options.save_cache is not None or options.load_cache is not None:
+            raise ValueError("--save-cache and --load-cache go with --prompt, not with --prompts")
         from infer.prompts import generate_file
 
         generate_file(options)
@@ -43,33 +46,72 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     Raises ValueError for options, prompts and checkpoints that do not fit together.
     """
     from infer.answer import Answer
-    from infer.load import load, say
-    from infer.request import least_program
+    from infer.load import load_onto, place, say
+    from infer.request import Session, least_program
+    from infer.saved_cache import Reader, check_new_folder, describe_config, load_cache, read_saved_cache, save_cache
     from infer.scheduler import Scheduler
     from models.load import open_model
 
     request = options.request()
+    saved = None if options.load_cache is None else read_saved_cache(options.load_cache)
+    if options.save_cache is not None:
+        check_new_folder(options.save_cache)
     opened = open_model(options.checkpoint)
     config = opened.config
+    if saved is not None:
+        saved.check_model(config, options.checkpoint)
     tokenizer = opened.tokenizer()
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not text:
         raise ValueError("the prompt is empty: give at least one character to continue from")
     prompt = tokenizer.encode_chat([{"role": "user", "content": text}]) if options.chat else tokenizer.encode(text)
+    held = 0 if saved is None else len(saved.tokens)
+    if saved is not None:
+        prompt = saved.tokens + tokenizer.going_on(prompt)
     if len(prompt) > config.context_length:
+        told = f", {held} of them in {options.load_cache}," if held else ""
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens and the model's context holds {config.context_length}: shorten it"
+            f"the prompt has {len(prompt)} tokens{told} and the model's context holds {config.context_length}: "
+            "shorten it"
         )
-    loaded = load(opened, tokenizer, options)
+    plan, precision = place(config, options)
+    if saved is not None:
+        saved.check_dtype(precision.cache)
+    keeps = saved is not None or options.save_cache is not None
+    loaded = load_onto(plan, precision, opened, tokenizer, options, fingerprinted=keeps)
+    if saved is not None:
+        saved.check_weights(loaded.fingerprint, options.checkpoint)
     capacity = min(config.context_length, len(prompt) + request.max_new_tokens)
     engine = loaded.engine(rows=1, capacity=capacity)
     started = time.perf_counter()
-    engine.compile(len(prompt), *least_program([request]))
+    engine.compile(len(prompt), *least_program([request]), held=held)
+    if options.save_cache is not None:
+        engine.compile(len(prompt), *least_program([request]), held=len(prompt) - 1)
     scheduler = Scheduler(engine)
     say(f"prompt {len(prompt)} tokens; compiled in {time.perf_counter() - started:.1f} s")
+    session = Session() if keeps else None
+    if saved is not None:
+        started = time.perf_counter()
+        session, size = load_cache(saved, scheduler)
+        say(f"{held} tokens loaded from {saved.folder}: {size:,} bytes in {time.perf_counter() - started:.1f} s")
 
     answer = Answer(tokenizer, request, len(prompt))
-    scheduler.submit(prompt, request, end_ids=tokenizer.end_ids, streamed=not options.json)
+    if options.save_cache is not None:
+        assert session is not None
+        scheduler.submit(prompt, dataclasses.replace(request, max_new_tokens=0), session=session)
+        list(scheduler.run())
+        started = time.perf_counter()
+        reader = Reader(
+            checkpoint=options.checkpoint,
+            config=describe_config(config),
+            weights=loaded.fingerprint,
+            dtype=precision.cache,
+        )
+        size = save_cache(options.save_cache, scheduler, session, reader)
+        took = time.perf_counter() - started
+        answer.started += took  # Writing is no part of what the answer's times tell.
+        say(f"{len(prompt)} tokens saved in {options.save_cache}: {size:,} bytes in {took:.1f} s")
+    scheduler.submit(prompt, request, end_ids=tokenizer.end_ids, streamed=not options.json, session=session)
     for event in scheduler.run():
         piece = answer.follow(event, scheduler)
         if not options.json:

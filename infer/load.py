@@ -12,9 +12,11 @@ from configs.precision import Precision
 from infer.engine import Engine
 from layers.devices import describe, plan_for, simulate_cpu_devices
 from layers.sharding import Plan
+from models.checkpoint import named_leaves
 from models.load import OpenModel
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer, check_mesh
+from models.weights import fingerprint, hash_arrays
 
 
 def say(*words: object) -> None:
@@ -30,6 +32,8 @@ class Loaded:
     tokenizer: Tokenizer
     plan: Plan
     precision: Precision
+    fingerprint: str
+    """Of the weights in the dtype that they are at rest in, where it was asked for."""
 
     def engine(self, *, rows: int, capacity: int) -> Engine:
         """An engine for `rows` rows, rounded up to what the mesh divides; says what its cache takes."""
@@ -50,14 +54,28 @@ def place(config: ModelConfig, options: DeviceOptions) -> tuple[Plan, Precision]
     return plan, Precision(params=dtype, compute=dtype, cache=dtype)
 
 
-def load(opened: OpenModel, tokenizer: Tokenizer, options: DeviceOptions, *, rows: int = 1) -> Loaded:
-    """Weights onto devices, to generate for `rows` rows at a time; says the mesh and the time it took."""
-    plan, precision = place(opened.config, options)
+def load(opened: OpenModel, tokenizer: Tokenizer, options: DeviceOptions) -> Loaded:
+    """Weights onto devices; says the mesh and the time it took."""
+    return load_onto(*place(opened.config, options), opened, tokenizer, options)
+
+
+def load_onto(
+    plan: Plan,
+    precision: Precision,
+    opened: OpenModel,
+    tokenizer: Tokenizer,
+    options: DeviceOptions,
+    *,
+    fingerprinted: bool = False,
+) -> Loaded:
+    """`load`, for what `place` gave; the fingerprint of the weights takes another pass over them."""
     say("mesh", describe(plan))
     started = time.perf_counter()
     model = opened.load(plan, precision.params)
+    # Of the stacked form, which is the same however the blocks run.
+    weights = fingerprint(hash_arrays(named_leaves(model)).items()) if fingerprinted else ""
     one_cpu = plan.mesh.size == 1 and jax.default_backend() == "cpu"
     if options.layers == "unrolled" or (options.layers == "auto" and one_cpu):
-        model = model.unrolled(rows=rows if one_cpu else 1)
+        model = model.unrolled()
     say(f"weights loaded in {time.perf_counter() - started:.1f} s, {precision.params}")
-    return Loaded(model, tokenizer, plan, precision)
+    return Loaded(model, tokenizer, plan, precision, weights)

@@ -57,7 +57,8 @@ class Scheduler:
         an answer would tell what was asked. With a `session`, the tokens that the prompt has in common with what the
         session's row holds are not read again.
 
-        A row stops at any of `end_ids` ("stop"), or after max_new_tokens or at the engine's capacity ("length").
+        A row stops at any of `end_ids` ("stop"), or after max_new_tokens or at the engine's capacity ("length"). Where
+        that leaves no token to draw, the prompt is read all the same for a `session`, and for nobody else.
 
         Raises ValueError for an empty prompt, one longer than the capacity, ids beyond the vocabulary, and a request
         that the pool could never hold.
@@ -98,7 +99,7 @@ class Scheduler:
             caller,
             page_keys(caller, prompt, engine.page_tokens) if session is None else [],
         )
-        if budget == 0:
+        if budget == 0 and session is None:
             self._events.append(Event(request.number, None, "length"))
         else:
             self._waiting.append(request)
@@ -131,6 +132,22 @@ class Scheduler:
         """Steps until idle."""
         while not self.is_idle:
             yield from self.step()
+
+    def hold(self, tokens: Sequence[int]) -> Session:
+        """A session that has a row and pages for `tokens`, whose keys and values are for the caller to write there.
+
+        Raises ValueError where no row has room for them.
+        """
+        count = -(-len(tokens) // self.engine.page_tokens)
+        free = [row for row, request in enumerate(self._rows) if request is None and row not in self._kept]
+        free = [row for row in free if self.pages.free(self._group(row)) >= count]
+        if not free or len(tokens) > self.engine.capacity:
+            raise ValueError(
+                f"{len(tokens)} tokens take a row of {self.engine.capacity} and {count} pages of "
+                f"{self.engine.page_tokens}, and none has them free"
+            )
+        self._kept.add(free[0])
+        return Session(free[0], self.pages.take(self._group(free[0]), count), list(tokens))
 
     def close(self, session: Session) -> None:
         """Gives a session's row and pages back."""
@@ -286,7 +303,7 @@ class Scheduler:
             following = request.prompt[request.done + 1 : request.done + size + 1]
             targets[group, : len(following)] = following
             request.done += len(part)
-            done[group] = request.done == len(request.prompt)
+            done[group] = request.done == len(request.prompt) and request.budget > 0
         inputs = [engine.put(index), engine.put(tokens), engine.put(count)]
         if scored:
             append = engine.append_program(engine.groups, size, top=max(scored))
@@ -306,6 +323,10 @@ class Scheduler:
         for group, _, request in chosen:
             full = min(request.done // engine.page_tokens, len(request.keys))
             self.pages.remember(group, request.keys[:full], request.session.pages[:full])
+        for _, row, request in chosen:
+            if request.done == len(request.prompt) and request.budget == 0:
+                self._events.append(Event(request.number, None, "length"))
+                self._leave(row)
         if done.any():
             ended = [request for group, _, request in chosen if done[group]]
             start = engine.start_program(*least_program([request.config for request in ended]))

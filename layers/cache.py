@@ -28,6 +28,8 @@ from layers.tree import Scheme, tree_combine
 
 QUERY_TILE = 256
 """Queries that attend together where they are many."""
+NO_PAGE = 2**31 - 1
+"""A page past every pool, which is neither read nor written."""
 
 
 class PagePool(eqx.Module):
@@ -60,6 +62,87 @@ class PagePool(eqx.Module):
 
         copy = jax.shard_map(island, mesh=plan.mesh, in_specs=(*specs, rows, rows), out_specs=specs)
         return PagePool(*copy(self.keys, self.values, source, target))
+
+    def read(
+        self,
+        layer: Int[Array, ""],
+        pages: Int[Array, "batch row_pages"],
+        length: Int[Array, ""],
+        *,
+        tokens: int,
+        plan: Plan,
+    ) -> tuple[Float[Array, "tokens kv_heads head_dim"], Float[Array, "tokens kv_heads head_dim"]]:
+        """A layer's keys and values of one row in the order of its text, split over the context axis, 0 past `length`.
+
+        `pages` are the row's, by group of devices: `NO_PAGE` in the groups that do not have the row, and past its last.
+        `tokens` is a size that `token_share` divides. One all-to-all deals the tokens.
+        """
+        devices = plan.size("context")
+        local = tokens // devices
+
+        def island(keys, values, layer, pages, length):
+            k, v = (pool.at[layer, pages[0]].get(mode="fill", fill_value=0) for pool in (keys, values))
+            k, v = k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)
+            both = jnp.stack([x.reshape(-1, *x.shape[2:])[:local] for x in (k, v)])
+            own = jnp.arange(local) * devices + lax.axis_index("context") < length
+            both = jnp.where(own[:, None, None], both, 0)
+            both = both.reshape(2, devices, local // devices, *both.shape[2:])
+            both = lax.all_to_all(both, "context", 1, 1).swapaxes(1, 2).reshape(2, local, *both.shape[3:])
+            # From the group that has the row to all; as whole numbers, since -0.0 + 0.0 is 0.0.
+            bits = lax.bitcast_convert_type(both, jnp.dtype(f"int{8 * both.dtype.itemsize}"))
+            return tuple(lax.bitcast_convert_type(lax.psum(bits, ("data", "fsdp")), both.dtype))
+
+        row = plan.spec("kv_seq kv_heads head_dim", (tokens, *self.values.shape[2::2]))
+        return jax.shard_map(
+            island,
+            mesh=plan.mesh,
+            in_specs=(
+                *self.specs(plan),
+                PartitionSpec(),
+                plan.spec("batch row_pages", pages.shape),
+                PartitionSpec(),
+            ),
+            out_specs=(row, row),
+        )(self.keys, self.values, layer, pages, length)
+
+    def write(
+        self,
+        layer: Int[Array, ""],
+        pages: Int[Array, "batch row_pages"],
+        keys: Float[Array, "tokens kv_heads head_dim"],
+        values: Float[Array, "tokens kv_heads head_dim"],
+        *,
+        plan: Plan,
+    ) -> "PagePool":
+        """With one row's keys and values of a layer replaced by those of a text, as `read` gives them."""
+        devices = plan.size("context")
+        slots = self.values.shape[3] // devices
+
+        def island(key_pool, value_pool, layer, pages, keys, values):
+            both = jnp.stack([keys, values])
+            local = both.shape[1]
+            both = both.reshape(2, local // devices, devices, *both.shape[2:]).swapaxes(1, 2)
+            both = lax.all_to_all(both, "context", 1, 1).reshape(2, local, *both.shape[3:])
+            both = jnp.pad(both, ((0, 0), (0, -local % slots), (0, 0), (0, 0)))
+            k, v = both.reshape(2, -1, slots, *both.shape[2:])
+            key_pool = key_pool.at[layer, pages[0]].set(k.transpose(0, 2, 3, 1), mode="drop")
+            return key_pool, value_pool.at[layer, pages[0]].set(v.transpose(0, 2, 1, 3), mode="drop")
+
+        row = plan.spec("kv_seq kv_heads head_dim", keys.shape)
+        specs = self.specs(plan)
+        written = jax.shard_map(
+            island,
+            mesh=plan.mesh,
+            in_specs=(*specs, PartitionSpec(), plan.spec("batch row_pages", pages.shape), row, row),
+            out_specs=specs,
+        )(self.keys, self.values, layer, pages, keys, values)
+        return PagePool(*written)
+
+
+def token_share(plan: Plan) -> int:
+    """What divides the tokens of a row that is read or written in the order of its text: each device of the context
+    axis then has as many for every other."""
+    return plan.size("context") ** 2
 
 
 class PagedAttention(eqx.Module):
@@ -197,7 +280,7 @@ def _places(
     row_page = slot // slots
     owned = (positions >= 0) & (positions % devices == rank) & (row_page < table.shape[1])
     page = jnp.take_along_axis(table, jnp.clip(row_page, 0, table.shape[1] - 1), axis=1)
-    return jnp.where(owned, page, jnp.iinfo(jnp.int32).max), slot % slots
+    return jnp.where(owned, page, NO_PAGE), slot % slots
 
 
 def _attend(

@@ -91,6 +91,14 @@ class Tokenizer:
         bos = self._inner.bos_token_id
         return list(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids)
 
+    def going_on(self, ids: Sequence[int]) -> list[int]:
+        """Tokens of a text that goes on from others: without the first token that the tokenizer puts before a text.
+
+        One that it does not put there may begin a chat's turns, as SmolLM2's does.
+        """
+        begin = self._inner.encode("")[:1]
+        return list(ids[1:] if begin and list(ids[:1]) == begin == [self._inner.bos_token_id] else ids)
+
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         """`encode`, and for each token the character that it begins at; -1 for those that stand for no text.
 

@@ -122,11 +122,12 @@ def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def read_arrays(
-    folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], dtype: np.dtype | None
+    folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], dtype: np.dtype | None, *, least: int | None = None
 ) -> dict[str, jax.Array]:
     """The arrays of `folder`, each straight onto the sharding of its entry in `wanted`, in `dtype` or as stored.
 
-    Raises ValueError listing what is missing, unexpected or of another shape.
+    With `least`, those with at least so many rows (entries of the first dim) are cut, or padded with zeros, to what is
+    wanted. Raises ValueError listing what is missing, unexpected or of another shape.
     """
     stored = read_shapes(folder)
     faults = [f"missing {name}" for name in wanted if name not in stored]
@@ -134,12 +135,17 @@ def read_arrays(
     faults += [
         f"{name} has shape {tuple(stored[name].shape)} instead of {tuple(leaf.shape)}"
         for name, leaf in wanted.items()
-        if name in stored and stored[name].shape != leaf.shape
+        if name in stored and not _fits(stored[name].shape, leaf.shape, least)
     ]
     if faults:
         raise ValueError(f"{folder} does not hold the weights that its configuration describes: {'; '.join(faults)}")
     arguments = {
-        name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=dtype or stored[name].dtype)
+        name: ocp.ArrayRestoreArgs(
+            sharding=leaf.sharding,
+            global_shape=leaf.shape,
+            dtype=dtype or stored[name].dtype,
+            strict=least is None,
+        )
         for name, leaf in wanted.items()
     }
     # Unbounded, all arrays would be read at once and stand in host memory twice. One shard must fit.
@@ -147,6 +153,12 @@ def read_arrays(
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + 8 * largest // 10**9)
     with _damage_told(folder):
         return handler.restore(_place(folder), args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments))
+
+
+def _fits(stored: tuple[int, ...], wanted: tuple[int, ...], least: int | None) -> bool:
+    if least is None:
+        return stored == wanted
+    return stored[1:] == wanted[1:] and len(stored) == len(wanted) and stored[0] >= least
 
 
 def read_array(folder: Path, name: str, dtype: np.dtype) -> np.ndarray:
@@ -200,13 +212,14 @@ def hash_array(array: np.ndarray) -> str:
         for dim in reversed(range(len(shape) - 2)):
             total = (total * _multipliers(shape, dim, seed)).sum(axis=-1, dtype=np.uint32)
         sums.append(total)
-    return _hash_text(array, sums)
+    return _hash_text(array.dtype, array.shape, sums)
 
 
-def hash_arrays(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """`hash_array` of each, computed where the arrays are."""
+def hash_arrays(arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, str]:
+    """`hash_array` of each, computed where the arrays are; `shapes` are those without zeros that they are padded by."""
     sums = _weighted_sums(dict(arrays))
-    return {name: _hash_text(array, sums[name]) for name, array in arrays.items()}
+    shapes = {name: array.shape for name, array in arrays.items()} if shapes is None else shapes
+    return {name: _hash_text(array.dtype, shapes[name], sums[name]) for name, array in arrays.items()}
 
 
 @jax.jit
@@ -234,8 +247,8 @@ def _multipliers(shape: tuple[int, ...], dim: int, seed: int) -> np.ndarray:
     return (x >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
 
 
-def _hash_text(array: np.ndarray | jax.Array, sums: Sequence[Any]) -> str:
-    return "-".join([str(array.dtype), "x".join(map(str, array.shape)), *(f"{int(part):08x}" for part in sums)])
+def _hash_text(dtype: np.dtype, shape: tuple[int, ...], sums: Sequence[Any]) -> str:
+    return "-".join([str(dtype), "x".join(map(str, shape)), *(f"{int(part):08x}" for part in sums)])
 
 
 def fingerprint(hashes: Iterable[tuple[str, str]]) -> str:

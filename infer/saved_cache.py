@@ -1,0 +1,282 @@
+"""Saved caches: the keys and values of a text that was read once, to ask about it later, on any mesh.
+
+Format 1, `DIR/{cache.json, layers/N/}`. cache.json says which tokens were read by which weights, and is written last;
+`layers/N` holds the arrays `keys` (rotated) and `values` of layer N, `[tokens kv_heads head_dim]` in the order of the
+text, with zeros after its last token up to what the mesh divided. Layers are written and read one at a time, each
+device its own part of the tokens, so nothing ever holds more than one layer beside the cache. A text may be
+confidential: its files are their owner's alone.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from configs.model import ModelConfig
+from infer.request import Session
+from infer.scheduler import Scheduler
+from layers.cache import NO_PAGE, PagePool, token_share
+from models.checkpoint import partial_folder
+from models.progress import byte_progress
+from models.record import RECORD
+from models.transformer import Transformer
+from models.weights import fingerprint, hash_arrays, read_arrays, write_arrays
+
+FORMAT = 1
+CACHE_RECORD = "cache.json"
+LAYERS = "layers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """What reads texts: weights in a dtype. A cache is of use only to the one that made it."""
+
+    checkpoint: str
+    """Where it lay, for messages alone."""
+    config: dict[str, Any]
+    weights: str
+    """The fingerprint of the weights as they compute."""
+    dtype: str
+    """Of keys and values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCache:
+    """What cache.json in `folder` says."""
+
+    folder: Path
+    reader: Reader
+    tokens: list[int]
+    fingerprint: str
+    """Of tokens, keys and values."""
+
+    def check_model(self, config: ModelConfig, checkpoint: str) -> None:
+        """Raises ValueError naming what differs, where the model is another."""
+        theirs, ours = self.reader.config, describe_config(config)
+        unlike = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+        if unlike:
+            told = "; ".join(f"{name} {theirs.get(name)} there, {ours.get(name)} in {checkpoint}" for name in unlike)
+            raise ValueError(f"{self.folder} is the cache of another model ({told}): {self._advice()}")
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raises ValueError where this run's cache has another dtype."""
+        if dtype != self.reader.dtype:
+            raise ValueError(
+                f"{self.folder} holds {self.reader.dtype} and this run computes in {dtype}: give --dtype "
+                f"{self.reader.dtype}"
+            )
+
+    def check_weights(self, weights: str, checkpoint: str) -> None:
+        """Raises ValueError where `weights` is not the fingerprint of those that read the text."""
+        if weights != self.reader.weights:
+            told = f"weights {self.reader.weights} there, {weights} in {checkpoint}"
+            raise ValueError(f"{self.folder} is the cache of other weights ({told}): {self._advice()}")
+
+    def _advice(self) -> str:
+        return f"load it with {self.reader.checkpoint}, which it was saved from, or save one anew with --save-cache"
+
+
+def describe_config(config: ModelConfig) -> dict[str, Any]:
+    """A model's family and fields, as JSON gives them back."""
+    rope = {"kind": config.rope.kind, **asdict(config.rope)}
+    return json.loads(json.dumps({"family": config.family, **asdict(config), "rope": rope}))
+
+
+def read_saved_cache(folder: str | Path) -> SavedCache:
+    """What the saved cache at `folder` says of itself.
+
+    Raises ValueError for a path that is not there, or is no saved cache, or not a whole one.
+    """
+    folder = Path(folder)
+    if not folder.exists():
+        raise ValueError(
+            f"{folder} does not exist: a saved cache is a folder that `treering generate --save-cache` wrote"
+        )
+    file = folder / CACHE_RECORD
+    if not file.is_file():
+        if (folder / LAYERS).is_dir():
+            raise ValueError(
+                f"{folder} is unfinished: its {CACHE_RECORD} is missing, so it was never written to the end"
+            )
+        what = "is a checkpoint, and no saved cache" if (folder / RECORD).is_file() else "is no saved cache"
+        raise ValueError(f"{folder} {what}: `treering generate --save-cache` writes one")
+    try:
+        raw = json.loads(file.read_text())
+        version = raw["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}") from None
+    if version != FORMAT:
+        raise ValueError(f"{file} has format {version}: this version reads format {FORMAT}")
+    try:
+        reader, tokens = Reader(**raw["reader"]), raw["tokens"]
+        if not (tokens and isinstance(tokens, list) and all(type(token) is int for token in tokens)):
+            raise ValueError(f"{file} is damaged: its tokens are no list of numbers")
+        return SavedCache(folder=folder, reader=reader, tokens=tokens, fingerprint=raw["fingerprint"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}") from None
+
+
+def check_new_folder(folder: str | Path) -> None:
+    """Raises ValueError where a cache cannot be saved at `folder`: before hours are spent on reading."""
+    folder = Path(folder)
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(f"{folder} exists: choose another folder for --save-cache")
+    if not folder.parent.is_dir():
+        raise ValueError(f"{folder} cannot be written: {folder.parent} is no folder")
+    if not os.access(folder.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} cannot be written: {folder.parent} is not yours to write to")
+
+
+def save_cache(folder: str | Path, scheduler: Scheduler, session: Session, reader: Reader) -> int:
+    """Writes what the session's row holds as a saved cache; returns the bytes of keys and values.
+
+    The folder appears under its name when it is whole; one that could not be finished is removed. Raises what
+    `check_new_folder` does.
+    """
+    check_new_folder(folder)
+    engine, tokens = scheduler.engine, session.tokens
+    partial = partial_folder(folder)
+    hashes: dict[str, str] = {}
+    with _owner_only():
+        if partial.exists():
+            shutil.rmtree(partial)
+        (partial / LAYERS).mkdir(parents=True)
+        try:
+            walk = _Walk(scheduler, session)
+            for pool, layer, number in walk.layers("saving"):
+                keys, values = _read(
+                    scheduler.state.cache.pools[pool],
+                    engine.put(np.int32(layer)),
+                    walk.pages,
+                    engine.put(np.int32(len(tokens))),
+                    tokens=walk.tokens,
+                    plan=engine.plan,
+                )
+                arrays = {"keys": keys, "values": values}
+                place = partial / LAYERS / str(number)
+                place.mkdir()
+                write_arrays(place, arrays)
+                hashes |= walk.hashes(number, arrays)
+            record = {"format": FORMAT, "reader": asdict(reader), "fingerprint": _fingerprint(tokens, hashes)}
+            (partial / CACHE_RECORD).write_text(json.dumps(record | {"tokens": tokens}) + "\n")
+            os.replace(partial, folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return walk.bytes
+
+
+def load_cache(saved: SavedCache, scheduler: Scheduler) -> tuple[Session, int]:
+    """A session whose row holds what was saved, and the bytes of its keys and values.
+
+    Raises ValueError where they are not those that were saved, or no row has room for them.
+    """
+    engine = scheduler.engine
+    session = scheduler.hold(saved.tokens)
+    try:
+        walk = _Walk(scheduler, session)
+        shape = (walk.tokens, engine.model.config.kv_heads, engine.model.config.head_dim)
+        sharding = engine.plan.sharding("kv_seq kv_heads head_dim", shape)
+        leaf = jax.ShapeDtypeStruct(shape, np.dtype(saved.reader.dtype), sharding=sharding)
+        hashes: dict[str, str] = {}
+        for pool, layer, number in walk.layers("loading"):
+            arrays = _read_layer(saved.folder, number, leaf, len(saved.tokens))
+            hashes |= walk.hashes(number, arrays)
+            written = _write(
+                scheduler.state.cache.pools[pool],
+                engine.put(np.int32(layer)),
+                walk.pages,
+                arrays["keys"],
+                arrays["values"],
+                plan=engine.plan,
+            )
+            pools = tuple(written if at == pool else one for at, one in enumerate(scheduler.state.cache.pools))
+            scheduler.state = eqx.tree_at(lambda state: state.cache.pools, scheduler.state, pools)
+        if _fingerprint(saved.tokens, hashes) != saved.fingerprint:
+            raise ValueError(_damaged(saved.folder))
+    except BaseException:
+        scheduler.close(session)
+        raise
+    return session, walk.bytes
+
+
+def _read_layer(folder: Path, number: int, leaf: jax.ShapeDtypeStruct, tokens: int) -> dict[str, jax.Array]:
+    try:
+        return read_arrays(folder / LAYERS / str(number), {"keys": leaf, "values": leaf}, None, least=tokens)
+    except ValueError as error:
+        raise ValueError(_damaged(folder)) from error
+
+
+def _damaged(folder: Path) -> str:
+    return f"{folder} is damaged or not whole: its keys and values are not those that were saved; copy or save it again"
+
+
+def _fingerprint(tokens: list[int], hashes: dict[str, str]) -> str:
+    text = hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
+    return fingerprint([("tokens", text), *hashes.items()])
+
+
+@contextlib.contextmanager
+def _owner_only() -> Iterator[None]:
+    """Files that are made meanwhile have mode 0600, and folders 0700."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+class _Walk:
+    """Through the layers of the row of a session."""
+
+    def __init__(self, scheduler: Scheduler, session: Session):
+        engine = scheduler.engine
+        assert session.row is not None
+        share = token_share(engine.plan)
+        self.length = len(session.tokens)
+        self.tokens = -(-self.length // share) * share
+        pages = np.full((engine.groups, -(-self.tokens // engine.page_tokens)), NO_PAGE, np.int32)
+        own = session.pages[: pages.shape[1]]
+        pages[session.row // engine.group_rows, : len(own)] = own
+        self.pages = jax.device_put(pages, engine.plan.sharding("batch row_pages", pages.shape))
+        self._model: Transformer = engine.model
+        self._layer_bytes = 0
+        config = engine.model.config
+        self.bytes = self.length * config.kv_bytes_per_token(np.dtype(engine.precision.cache).itemsize)
+
+    def layers(self, doing: str) -> Iterator[tuple[int, int, int]]:
+        """Each layer's pool, its place in there, and its number in the model; shows how many bytes are done."""
+        blocks, config = self._model.blocks, self._model.config
+        period = len(blocks.places)
+        every = [(pool, at, n) for pool in range(period) for at, n in enumerate(self._model.layers_at(pool))]
+        every += [(period + more, 0, period * blocks.periods + more) for more in range(len(blocks.rest))]
+        with byte_progress() as progress:
+            task = progress.add_task(doing, total=self.bytes)
+            for one in every:
+                yield one
+                progress.advance(task, self.bytes // config.layers)
+
+    def hashes(self, number: int, arrays: dict[str, jax.Array]) -> dict[str, str]:
+        """Of a layer's arrays without the zeros after them."""
+        shapes = {name: (self.length, *array.shape[1:]) for name, array in arrays.items()}
+        return {f"{number}.{name}": value for name, value in hash_arrays(arrays, shapes).items()}
+
+
+@functools.partial(jax.jit, static_argnames=("tokens", "plan"))
+def _read(pool: PagePool, layer: Any, pages: Any, length: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    return pool.read(layer, pages, length, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("plan",), donate_argnums=0)
+def _write(pool: PagePool, layer: Any, pages: Any, keys: jax.Array, values: jax.Array, **options: Any) -> PagePool:
+    return pool.write(layer, pages, keys, values, **options)
