@@ -1,12 +1,12 @@
 """`treering generate CKPT --prompt TEXT`, and `--prompts FILE` for many."""
 
-import dataclasses
 import json
 import sys
 import time
 
 from configs.cli import parse
 from configs.infer import GenerateOptions
+from configs.sampling import RequestConfig
 
 
 def main(arguments: list[str]) -> int:
@@ -48,7 +48,7 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     from infer.answer import Answer
     from infer.load import load_onto, place, say
     from infer.request import Session, least_program
-    from infer.saved_cache import Reader, check_new_folder, describe_config, load_cache, read_saved_cache, save_cache
+    from infer.saved_cache import Reader, check_new_folder, load_cache, read_saved_cache, save_cache
     from infer.scheduler import Scheduler
     from models.load import open_model
 
@@ -97,19 +97,15 @@ def generate(options: GenerateOptions) -> dict[str, object]:
 
     answer = Answer(tokenizer, request, len(prompt))
     if options.save_cache is not None:
+        # Read by a request of its own, so that it is on disk before the answer begins.
         assert session is not None
-        scheduler.submit(prompt, dataclasses.replace(request, max_new_tokens=0), session=session)
+        scheduler.submit(prompt, RequestConfig(max_new_tokens=0), session=session)
         list(scheduler.run())
         started = time.perf_counter()
-        reader = Reader(
-            checkpoint=options.checkpoint,
-            config=describe_config(config),
-            weights=loaded.fingerprint,
-            dtype=precision.cache,
-        )
-        size = save_cache(options.save_cache, scheduler, session, reader)
+        model = {"checkpoint": options.checkpoint, "weights": loaded.fingerprint, "dtype": precision.cache}
+        size = save_cache(options.save_cache, scheduler, session, Reader.of(config, **model))
         took = time.perf_counter() - started
-        answer.started += took  # Writing is no part of what the answer's times tell.
+        answer.started += took  # What is told of the answer's times is without it.
         say(f"{len(prompt)} tokens saved in {options.save_cache}: {size:,} bytes in {took:.1f} s")
     scheduler.submit(prompt, request, end_ids=tokenizer.end_ids, streamed=not options.json, session=session)
     for event in scheduler.run():

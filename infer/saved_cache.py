@@ -49,6 +49,11 @@ class Reader:
     dtype: str
     """Of keys and values."""
 
+    @staticmethod
+    def of(config: ModelConfig, *, checkpoint: str, weights: str, dtype: str) -> "Reader":
+        """The one of a model on its devices."""
+        return Reader(checkpoint=checkpoint, config=describe_config(config), weights=weights, dtype=dtype)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCache:
@@ -119,6 +124,8 @@ def read_saved_cache(folder: str | Path) -> SavedCache:
         raise ValueError(f"{file} has format {version}: this version reads format {FORMAT}")
     try:
         reader, tokens = Reader(**raw["reader"]), raw["tokens"]
+        if not isinstance(reader.config, dict):
+            raise TypeError("its model is not described")
         if not (tokens and isinstance(tokens, list) and all(type(token) is int for token in tokens)):
             raise ValueError(f"{file} is damaged: its tokens are no list of numbers")
         return SavedCache(folder=folder, reader=reader, tokens=tokens, fingerprint=raw["fingerprint"])

@@ -70,10 +70,9 @@ def tokens_of(count, seed=0):
 
 
 def reader(engine):
-    from infer.saved_cache import Reader, describe_config
+    from infer.saved_cache import Reader
 
-    config = describe_config(engine.model.config)
-    return Reader(checkpoint="somewhere", config=config, weights="w", dtype=engine.precision.cache)
+    return Reader.of(engine.model.config, checkpoint="somewhere", weights="w", dtype=engine.precision.cache)
 
 
 def read(engine, tokens):
@@ -402,6 +401,9 @@ def test_a_save_that_is_broken_off_leaves_nothing(engine_on, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
+READER = ("checkpoint", "config", "weights", "dtype")
+
+
 def change(record, **fields):
     raw = json.loads(record.read_text())
     record.write_text(json.dumps({**raw, **fields}))
@@ -430,6 +432,7 @@ def flip(folder):
         (lambda folder: change(folder / "cache.json", tokens="5"), "its tokens are no list of numbers"),
         (lambda folder: change(folder / "cache.json", format=2), "has format 2: this version reads format 1"),
         (lambda folder: change(folder / "cache.json", reader={}), "cache.json is damaged"),
+        (lambda folder: change(folder / "cache.json", reader=dict.fromkeys(READER, 1)), "cache.json is damaged"),
         (lambda folder: (folder / "cache.json").write_text("{"), "cache.json is damaged"),
         (lambda folder: (folder / "cache.json").unlink(), "is unfinished: its cache.json is missing"),
         (lambda folder: shutil.rmtree(folder), "does not exist: a saved cache is a folder that"),
