@@ -69,15 +69,19 @@ class GenerateOptions(AnswerOptions, DeviceOptions):
     prompt: str | None = None
     """Text to continue; - reads standard input."""
     prompts: str | None = None
-    """File of JSON lines, each {"prompt": TEXT} or {"messages": [...]}, answered side by side."""
+    """File of JSON lines, each {"prompt": TEXT} or {"messages": [...]}, with "n" if need be; answered side by side."""
     output: str | None = None
     """With --prompts, the file that answers are added to as JSON lines; those it holds already are not made again."""
     rows: int = 8
-    """With --prompts, how many are answered side by side."""
+    """With --prompts or --n, how many answers are made side by side."""
     save_cache: str | None = None
     """With --prompt, a new folder for the prompt's keys and values, so that it is not read again; for you alone."""
     load_cache: str | None = None
     """With --prompt, a folder that --save-cache wrote: the prompt goes on from the text that it holds, on any mesh."""
+    n: int = 1
+    """Answers to a prompt, which is read once; each draws with a seed one above the last's. Several take --json."""
+    prompt_logprobs: bool = False
+    """In JSON, --logprobs of the prompt's tokens after the first, too."""
     chat: bool = False
     """Wrap the prompt as a user's message in the checkpoint's chat template."""
     json: bool = False
@@ -88,6 +92,10 @@ class GenerateOptions(AnswerOptions, DeviceOptions):
     def request(self) -> RequestConfig:
         """See `AnswerOptions`."""
         return dataclasses.replace(super().request(), logprobs=self.logprobs)
+
+    def request(self) -> RequestConfig:
+        """What these options ask of the engine; raises ValueError for values outside their bounds."""
+        return dataclasses.replace(super().request(), prompt_logprobs=self.prompt_logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """How the next token is chosen."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,20 @@ class RequestConfig:
             raise ValueError("a stop string is empty: it would end every text at once")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise ValueError(f"logprobs {self.logprobs}: from 0 to {MAX_LOGPROBS} alternatives")
+
+    def samples(self, n: int) -> "list[RequestConfig]":
+        """`n` requests for one prompt: sample i draws with seed + i, and only the first scores the prompt.
+
+        Raises ValueError for n below one, and for several that could not differ.
+        """
+        if n < 1:
+            raise ValueError(f"n {n}: ask for at least 1 answer")
+        if n > 1 and self.sampling.temperature == 0:
+            raise ValueError(f"n {n} with temperature 0, which takes the likeliest token: all {n} answers would be one")
+        seeds = [replace(self.sampling, seed=self.sampling.seed + i) for i in range(n)]
+        return [
+            replace(self, sampling=one, prompt_logprobs=self.prompt_logprobs and i == 0) for i, one in enumerate(seeds)
+        ]
 
 
 MAX_LOGPROBS = 20

@@ -1,6 +1,7 @@
 """One answer as it grows: tokens, text, and how it ended."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,3 +81,13 @@ class Answer:
         if self.config.prompt_logprobs:
             record["prompt_logprobs"] = [{"logprob": one.logprob, "top": one.top} for one in self.prompt_logprobs]
         return record
+
+
+def joint_record(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What is reported of the answers to one prompt: of one its record, of several their list as `answers` besides what
+    they have in common."""
+    first, *others = [answer.record() for answer in answers]
+    if not others:
+        return first
+    common = {name: first.pop(name) for name in ("prompt_tokens", "prompt_logprobs") if name in first}
+    return common | {"answers": [first, *({k: v for k, v in one.items() if k not in common} for one in others)]}

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from configs.precision import Precision
-from infer.chunks import choose_chunks
+from infer.chunks import Chunks, choose_chunks
 from infer.rows import EngineState, Rows, at_rows, set_rows
 from infer.sampling import Kind, draw, log_probabilities
 from layers.attention import Context
@@ -293,10 +293,20 @@ class Engine:
 
         return self._program(("release",), release, self._some())
 
-    def compile(self, prompt_tokens: int, kind: Kind = "greedy", top: int | None = None, *, held: int = 0) -> None:
-        """Compiles ahead all that one request with a prompt of this length runs, whose row holds `held` of it."""
-        for place, chunk in enumerate(self.chunks.of(prompt_tokens - held)):
-            self.append_program(self.groups, chunk, fresh=place == held == 0)
+    def compile(
+        self,
+        prompt_tokens: int,
+        kind: Kind = "greedy",
+        top: int | None = None,
+        *,
+        held: int = 0,
+        scored: int | None = None,
+    ) -> None:
+        """Compiles ahead all that one request with a prompt of this length runs, whose row holds `held` of it; with
+        `scored`, so many alternatives to the prompt's tokens are reported."""
+        chunks = self.chunks if scored is None else Chunks()
+        for place, chunk in enumerate(chunks.of(prompt_tokens - held)):
+            self.append_program(self.groups, chunk, fresh=place == held == 0, top=scored)
         self.start_program(kind, top)
         self.decode_program(kind, top)
         self.admit_program()

@@ -16,8 +16,6 @@ def main(arguments: list[str]) -> int:
         raise ValueError("give --prompt TEXT, or --prompts FILE")
     check_together(options)
     if options.prompts is not None:
-        if options.save_cache is not None or options.load_cache is not None:
-            raise ValueError("--save-cache and --load-cache go with --prompt, not with --prompts")
         from infer.prompts import generate_file
 
         generate_file(options)
@@ -28,14 +26,22 @@ def main(arguments: list[str]) -> int:
 
 def check_together(options: GenerateOptions) -> None:
     """Raises ValueError for an option that would have no effect beside the others."""
+    caches = options.save_cache is not None or options.load_cache is not None
     if options.prompts is not None:
+        if caches:
+            raise ValueError("--save-cache and --load-cache go with --prompt, not with --prompts")
         if options.json:
             raise ValueError("--json goes with --prompt; answers to --prompts are JSON lines as they are")
         return
     if options.output is not None:
         raise ValueError("--output goes with --prompts; the answer to --prompt goes to standard output")
-    if options.rows != GenerateOptions.rows:
-        raise ValueError("--rows goes with --prompts; --prompt is answered by itself")
+    if options.rows != GenerateOptions.rows and options.n == 1:
+        raise ValueError("--rows goes with --prompts, or with --n; one answer is made by itself")
+    for name, asked in (("--n", options.n > 1), ("--prompt-logprobs", options.prompt_logprobs)):
+        if asked and caches:
+            raise ValueError(f"{name} goes without --save-cache and --load-cache")
+        if asked and not options.json:
+            raise ValueError(f"{name} goes with --json")
     if options.logprobs is not None and not options.json:
         raise ValueError("--logprobs goes with --json, or with --prompts; a text has no place for them")
 
@@ -45,7 +51,7 @@ def generate(options: GenerateOptions) -> dict[str, object]:
 
     Raises ValueError for options, prompts and checkpoints that do not fit together.
     """
-    from infer.answer import Answer
+    from infer.answer import Answer, joint_record
     from infer.load import load_onto, place, say
     from infer.request import Session, least_program
     from infer.saved_cache import Reader, check_new_folder, load_cache, read_saved_cache, save_cache
@@ -53,6 +59,7 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     from models.load import open_model
 
     request = options.request()
+    requests = request.samples(options.n)
     saved = None if options.load_cache is None else read_saved_cache(options.load_cache)
     if options.save_cache is not None:
         check_new_folder(options.save_cache)
@@ -82,9 +89,10 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     if saved is not None:
         saved.check_weights(loaded.fingerprint, options.checkpoint)
     capacity = min(config.context_length, len(prompt) + request.max_new_tokens)
-    engine = loaded.engine(rows=1, capacity=capacity)
+    engine = loaded.engine(rows=min(options.n, options.rows), capacity=capacity)
     started = time.perf_counter()
-    engine.compile(len(prompt), *least_program([request]), held=held)
+    scored = request.logprobs or 0 if request.prompt_logprobs else None
+    engine.compile(len(prompt), *least_program([request]), held=held, scored=scored)
     if options.save_cache is not None:
         engine.compile(len(prompt), *least_program([request]), held=len(prompt) - 1)
     scheduler = Scheduler(engine)
@@ -95,7 +103,7 @@ def generate(options: GenerateOptions) -> dict[str, object]:
         session, size = load_cache(saved, scheduler)
         say(f"{held} tokens loaded from {saved.folder}: {size:,} bytes in {time.perf_counter() - started:.1f} s")
 
-    answer = Answer(tokenizer, request, len(prompt))
+    answers = [Answer(tokenizer, one, len(prompt)) for one in requests]
     if options.save_cache is not None:
         # Read by a request of its own, so that it is on disk before the answer begins.
         assert session is not None
@@ -105,22 +113,23 @@ def generate(options: GenerateOptions) -> dict[str, object]:
         model = {"checkpoint": options.checkpoint, "weights": loaded.fingerprint, "dtype": precision.cache}
         size = save_cache(options.save_cache, scheduler, session, Reader.of(config, **model))
         took = time.perf_counter() - started
-        answer.started += took  # What is told of the answer's times is without it.
+        answers[0].started += took  # What is told of the answer's times is without it.
         say(f"{len(prompt)} tokens saved in {options.save_cache}: {size:,} bytes in {took:.1f} s")
-    scheduler.submit(prompt, request, end_ids=tokenizer.end_ids, streamed=not options.json, session=session)
+    asked = {"end_ids": tokenizer.end_ids, "streamed": not options.json, "session": session}
+    following = {scheduler.submit(prompt, one.config, **asked): one for one in answers}
     for event in scheduler.run():
-        piece = answer.follow(event, scheduler)
+        piece = following[event.request].follow(event, scheduler)
         if not options.json:
             print(piece, end="", flush=True)
+    rate = sum(answer.tokens_per_second for answer in answers)
     result = {
-        **answer.record(),
-        "prefill_seconds": answer.prefill_seconds,
-        "decode_tokens_per_second": answer.tokens_per_second,
+        **joint_record(answers),
+        "prefill_seconds": answers[0].prefill_seconds,
+        "decode_tokens_per_second": rate,
         "cache_bytes_per_device": engine.cache_bytes_per_device(),
     }
     print(json.dumps(result) if options.json else "", flush=True)
-    say(
-        f"prefill {answer.prefill_seconds:.2f} s; {len(answer.tokens)} tokens at {answer.tokens_per_second:.1f} "
-        f"tokens/s; {answer.finish_reason}"
-    )
+    count = sum(len(answer.tokens) for answer in answers)
+    reasons = ", ".join(answer.finish_reason or "" for answer in answers)
+    say(f"prefill {answers[0].prefill_seconds:.2f} s; {count} tokens at {rate:.1f} tokens/s; {reasons}")
     return result

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from configs.infer import GenerateOptions
 from configs.sampling import RequestConfig
-from infer.answer import Answer
+from infer.answer import Answer, joint_record
 from infer.load import load, say
 from infer.scheduler import Scheduler
 from models.load import open_model
@@ -38,51 +38,59 @@ def generate_file(options: GenerateOptions) -> None:
     opened = open_model(options.checkpoint)
     config = opened.config
     tokenizer = opened.tokenizer()
-    prompts = read_prompts(Path(options.prompts), tokenizer, options.chat)
-    for number, prompt in enumerate(prompts):
+    prompts = read_prompts(Path(options.prompts), tokenizer, options.chat, options.n)
+    requests = [request.samples(n) for _, n in prompts]
+    for number, (prompt, _) in enumerate(prompts):
         if not 0 < len(prompt) <= config.context_length:
             raise ValueError(
                 f"prompt {number} of {options.prompts} has {len(prompt)} tokens: from 1 to {config.context_length} fit"
             )
     output = Path(options.output)
-    hashes = [hash_of(prompt, request) for prompt in prompts]
+    hashes = [hash_of(prompt, request, n) for prompt, n in prompts]
     done = read_done(output, hashes)
     todo = [number for number in range(len(prompts)) if number not in done]
     if not todo:
         say(f"all {len(prompts)} answers are in {output}")
         return
-    capacity = min(config.context_length, max(len(prompts[n]) for n in todo) + request.max_new_tokens)
-    rows = min(options.rows, len(todo))
+    capacity = min(config.context_length, max(len(prompts[n][0]) for n in todo) + request.max_new_tokens)
+    rows = min(options.rows, sum(len(requests[number]) for number in todo))
     loaded = load(opened, tokenizer, options, rows=rows)
     scheduler = Scheduler(loaded.engine(rows=rows, capacity=capacity))
-    answers: dict[int, tuple[int, Answer]] = {}
+    following: dict[int, tuple[int, Answer]] = {}
+    answers: dict[int, list[Answer]] = {}
     for number in todo:
-        submitted = scheduler.submit(prompts[number], request, end_ids=tokenizer.end_ids)
-        answers[submitted] = number, Answer(tokenizer, request, len(prompts[number]))
+        prompt, _ = prompts[number]
+        answers[number] = [Answer(tokenizer, one, len(prompt)) for one in requests[number]]
+        for answer in answers[number]:
+            submitted = scheduler.submit(prompt, answer.config, end_ids=tokenizer.end_ids)
+            following[submitted] = number, answer
     columns = TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     started, tokens = time.perf_counter(), 0
     with output.open("a") as file, Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=len(todo), rate="")
         for event in scheduler.run():
-            number, answer = answers[event.request]
+            number, answer = following[event.request]
             ended = answer.finish_reason is not None
             answer.follow(event, scheduler)
             tokens += event.token is not None
-            if answer.finish_reason is not None and not ended:
-                line = {"index": number, "request_hash": hashes[number], **answer.record()}
+            if not ended and all(one.finish_reason is not None for one in answers[number]):
+                line = {"index": number, "request_hash": hashes[number], **joint_record(answers[number])}
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 bar.update(task, advance=1, rate=f"{tokens / (time.perf_counter() - started):.1f} tokens/s")
 
 
-def hash_of(prompt: list[int], request: RequestConfig) -> str:
-    """Tells whether an answer belongs to a prompt and the options that it is answered by."""
-    asked = json.dumps([prompt, dataclasses.asdict(request)], sort_keys=True)
+def hash_of(prompt: list[int], request: RequestConfig, n: int) -> str:
+    """Tells whether `n` answers belong to a prompt and the options that it is answered by."""
+    asked = json.dumps([prompt, dataclasses.asdict(request), *([n] if n > 1 else [])], sort_keys=True)
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer, chat: bool) -> list[list[int]]:
-    """The tokens of each line; raises ValueError naming a line that is neither form."""
+def read_prompts(path: Path, tokenizer: Tokenizer, chat: bool, n: int) -> list[tuple[list[int], int]]:
+    """The tokens of each line, and how many answers it asks for: `n`, where it does not say.
+
+    Raises ValueError naming a line that is neither form.
+    """
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give a file of JSON lines")
     prompts = []
@@ -90,7 +98,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, chat: bool) -> list[list[int]
         if not line.strip():
             continue
         try:
-            prompts.append(_read_prompt(line.decode(), tokenizer, chat))
+            prompts.append(_read_prompt(line.decode(), tokenizer, chat, n))
         except ValueError as error:
             raise ValueError(f"{path} line {number}: {error}") from None
     if not prompts:
@@ -98,7 +106,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, chat: bool) -> list[list[int]
     return prompts
 
 
-def _read_prompt(line: str, tokenizer: Tokenizer, chat: bool) -> list[int]:
+def _read_prompt(line: str, tokenizer: Tokenizer, chat: bool, n: int) -> tuple[list[int], int]:
     try:
         entry: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -106,11 +114,14 @@ def _read_prompt(line: str, tokenizer: Tokenizer, chat: bool) -> list[int]:
     forms = 'a line is {"prompt": TEXT} or {"messages": [{"role": ROLE, "content": TEXT}, ...]}'
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise ValueError(f"it has not one of prompt and messages: {forms}")
+    n = entry.get("n", n)
+    if type(n) is not int or n < 1:
+        raise ValueError(f"its n is {n!r}: a number of answers, at least 1")
     if "prompt" in entry:
         text = entry["prompt"]
         if not isinstance(text, str) or not text:
             raise ValueError(f"its prompt is {text!r}: {forms}, and a text has at least one character")
-        return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+        return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text), n
     messages = entry["messages"]
     proper = isinstance(messages, list) and all(
         isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
@@ -118,7 +129,7 @@ def _read_prompt(line: str, tokenizer: Tokenizer, chat: bool) -> list[int]:
     )
     if not messages or not proper:
         raise ValueError(f"its messages are {messages!r:.80}: {forms}")
-    return tokenizer.encode_chat(messages)
+    return tokenizer.encode_chat(messages), n
 
 
 def read_done(output: Path, hashes: list[str]) -> set[int]:

@@ -1,0 +1,103 @@
+"""Several answers to one prompt, and the log-probabilities of the prompt itself, through the command."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from models.convert import convert
+
+    folder = tmp_path_factory.mktemp("samples")
+    source = tiny.write_folder(folder / "hf", {**tiny.LLAMA, "vocab_size": 400})
+    tiny.save_byte_level(source)
+    convert(source, folder / "checkpoint")
+    return folder / "checkpoint"
+
+
+def run(checkpoint, capsys, *options):
+    import treering
+
+    status = treering.main(["generate", str(checkpoint), "--max-new-tokens", "5", *map(str, options)])
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+SAMPLED = ("--temperature", "1")
+
+
+def test_sample_i_is_the_answer_with_seed_plus_i(checkpoint, capsys):
+    ask = ("--prompt", "The capital", *SAMPLED, "--json", "--logprobs", "2")
+    status, out, err = run(checkpoint, capsys, *ask, "--seed", "7", "--n", "3", "--prompt-logprobs")
+    assert status == 0, err
+    joint = json.loads(out)
+    assert [set(one) for one in joint["answers"]] == [{"text", "tokens", "finish_reason", "logprobs"}] * 3
+    assert len({tuple(one["tokens"]) for one in joint["answers"]}) == 3
+    for i in (0, 2):
+        status, out, _ = run(checkpoint, capsys, *ask, "--seed", 7 + i)
+        alone = json.loads(out)
+        assert alone["tokens"] == joint["answers"][i]["tokens"] and alone["text"] == joint["answers"][i]["text"]
+        assert alone["prompt_tokens"] == joint["prompt_tokens"]
+    scored = joint["prompt_logprobs"]
+    assert len(scored) == joint["prompt_tokens"] - 1 and all(len(one["top"]) == 2 for one in scored)
+    first = joint["answers"][0]
+    assert set(joint) >= {"prefill_seconds", "decode_tokens_per_second", "cache_bytes_per_device"}
+    assert len(first["logprobs"]) == 5 and first["finish_reason"] == "length"
+
+
+def test_the_scores_of_a_prompt_are_those_of_one_pass_over_it(checkpoint, mesh, capsys):
+    from layers.sharding import Plan
+    from models.checkpoint import load_model
+    from models.tokenizer import Tokenizer
+
+    options = ("--prompt", tiny.CORPUS[1], "--logprobs", "1", "--prompt-logprobs", "--json")
+    scored = json.loads(run(checkpoint, capsys, *options)[1])["prompt_logprobs"]
+    ids, plan = np.array([Tokenizer.load(checkpoint).encode(tiny.CORPUS[1])]), Plan(mesh(), "decode")
+    table = jax.nn.log_softmax(tiny.logits(load_model(checkpoint, plan), plan, ids)[0])
+    right = [float(table[at, token]) for at, token in enumerate(ids[0, 1:])]
+    assert [one["logprob"] for one in scored] == pytest.approx(right, abs=1e-4)
+    assert [one["top"][0][0] for one in scored] == table[:-1].argmax(-1).tolist()
+
+
+def test_lines_of_a_file_ask_for_as_many_answers_as_they_say(checkpoint, capsys, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "n": 2}\n')
+    files = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers", *SAMPLED)
+    assert run(checkpoint, capsys, *files, "--rows", "2")[0] == 0
+    one, two = sorted(map(json.loads, (tmp_path / "answers").read_text().splitlines()), key=lambda line: line["index"])
+    assert "answers" not in one and len(one["tokens"]) == 5
+    assert len(two["answers"]) == 2 and two["answers"][0]["tokens"] != two["answers"][1]["tokens"]
+    assert two["prompt_tokens"] > 1 and "prompt_tokens" not in two["answers"][0]
+    # As the file stands, all is done; with another number of answers it answers other questions.
+    assert "all 2 answers are in" in run(checkpoint, capsys, *files)[2]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "n": 3}\n')
+    status, _, err = run(checkpoint, capsys, *files)
+    assert status == 2 and "by other options" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--n", "2", "--json"), "n 2 with temperature 0"),
+        (("--n", "0", "--json"), "n 0: ask for at least 1 answer"),
+        (("--n", "2", *SAMPLED), "--n goes with --json"),
+        (("--prompt-logprobs",), "--prompt-logprobs goes with --json"),
+        (("--n", "2", *SAMPLED, "--json", "--save-cache", "new"), "--n goes without --save-cache and --load-cache"),
+        (("--prompt-logprobs", "--json", "--load-cache", "none"), "--prompt-logprobs goes without --save-cache"),
+        (("--n", "2", *SAMPLED, "--json", "--seed", 2**32 - 1), "seed 4294967296: it must be from 0 to 4294967295"),
+    ],
+)
+def test_what_could_not_take_effect_is_refused(checkpoint, capsys, options, words):
+    status, out, err = run(checkpoint, capsys, "--prompt", "x", *options)
+    assert status == 2 and words in err and err.count("\n") == 1 and out == ""
+
+
+def test_a_line_whose_n_is_no_number_is_told(checkpoint, capsys, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n{"prompt": "y", "n": 0}\n')
+    files = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers")
+    status, _, err = run(checkpoint, capsys, *files)
+    assert status == 2 and "prompts.jsonl line 2: its n is 0: a number of answers, at least 1" in err
