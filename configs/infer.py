@@ -109,5 +109,7 @@ class ChatOptions(AnswerOptions, DeviceOptions):
     """A checkpoint, Hugging Face folder or GGUF file, with a chat template."""
     system: str | None = None
     """What the model is told before the conversation."""
+    load_cache: str | None = None
+    """A folder that `treering generate --save-cache` wrote: the conversation goes on from the text that it holds."""
     capacity: int = 8192
-    """Tokens that the conversation may hold, at most the model's context."""
+    """Tokens that the conversation may hold beside such a text, together at most the model's context."""

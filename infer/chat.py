@@ -9,8 +9,9 @@ from configs.cli import parse
 from configs.infer import ChatOptions
 from configs.sampling import RequestConfig
 from infer.answer import Answer
-from infer.load import load, say
+from infer.load import load, restore, say
 from infer.request import Session
+from infer.saved_cache import read_saved_cache
 from infer.scheduler import Scheduler
 from models.load import open_model
 from models.tokenizer import Tokenizer
@@ -23,15 +24,25 @@ class Conversation:
     cache holds of it already is not read again.
     """
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, request: RequestConfig, system: str | None = None):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        request: RequestConfig,
+        system: str | None = None,
+        session: Session | None = None,
+    ):
         self.scheduler, self.tokenizer, self.request = scheduler, tokenizer, request
-        self._session = Session()
+        self._session = session or Session()
+        self._before = list(self._session.tokens)
+        """A text that the conversation goes on from."""
         self._opening = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = list(self._opening)
 
     def reset(self) -> None:
-        """Forgets all but the system's message."""
-        self.scheduler.close(self._session)
+        """Forgets all but the system's message, and the text before it."""
+        if not self._before:
+            self.scheduler.close(self._session)
         self.messages = list(self._opening)
 
     def reply(self, text: str) -> Iterator[str]:
@@ -42,6 +53,8 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.tokenizer.encode_chat(messages)
+        if self._before:
+            prompt = self._before + self.tokenizer.going_on(prompt)
         capacity = self.scheduler.engine.capacity
         if len(prompt) >= capacity:
             raise ValueError(f"the conversation has {len(prompt)} tokens and {capacity} fit: /reset begins anew")
@@ -69,9 +82,16 @@ def main(arguments: list[str]) -> int:
     config = opened.config
     tokenizer = opened.tokenizer()
     tokenizer.encode_chat([{"role": "user", "content": "-"}])
-    loaded = load(opened, tokenizer, options)
-    engine = loaded.engine(rows=1, capacity=min(options.capacity, config.context_length))
-    conversation = Conversation(Scheduler(engine), tokenizer, request, options.system)
+    saved = None if options.load_cache is None else read_saved_cache(options.load_cache)
+    held = 0 if saved is None else len(saved.tokens)
+    if held >= config.context_length:
+        raise ValueError(
+            f"{options.load_cache} holds {held} tokens and the model's context {config.context_length}: none are left"
+        )
+    loaded = load(opened, tokenizer, options, saved=saved)
+    scheduler = Scheduler(loaded.engine(rows=1, capacity=min(options.capacity + held, config.context_length)))
+    session = None if saved is None else restore(saved, scheduler)
+    conversation = Conversation(scheduler, tokenizer, request, options.system, session)
     say("/reset begins anew, /save FILE writes the conversation, /exit leaves")
     while True:
         try:

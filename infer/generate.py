@@ -14,6 +14,8 @@ def main(arguments: list[str]) -> int:
     options = parse(GenerateOptions, arguments, program="treering generate")
     if (options.prompt is None) == (options.prompts is None):
         raise ValueError("give --prompt TEXT, or --prompts FILE")
+    if options.rows < 1:
+        raise ValueError(f"rows {options.rows}: at least 1 answer is made at a time")
     check_together(options)
     if options.prompts is not None:
         from infer.prompts import generate_file
@@ -52,9 +54,9 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     Raises ValueError for options, prompts and checkpoints that do not fit together.
     """
     from infer.answer import Answer, joint_record
-    from infer.load import load_onto, place, say
+    from infer.load import keep, load, restore, say
     from infer.request import Session, least_program
-    from infer.saved_cache import Reader, check_new_folder, load_cache, read_saved_cache, save_cache
+    from infer.saved_cache import check_new_folder, read_saved_cache
     from infer.scheduler import Scheduler
     from models.load import open_model
 
@@ -65,8 +67,6 @@ def generate(options: GenerateOptions) -> dict[str, object]:
         check_new_folder(options.save_cache)
     opened = open_model(options.checkpoint)
     config = opened.config
-    if saved is not None:
-        saved.check_model(config, options.checkpoint)
     tokenizer = opened.tokenizer()
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not text:
@@ -81,13 +81,7 @@ def generate(options: GenerateOptions) -> dict[str, object]:
             f"the prompt has {len(prompt)} tokens{told} and the model's context holds {config.context_length}: "
             "shorten it"
         )
-    plan, precision = place(config, options)
-    if saved is not None:
-        saved.check_dtype(precision.cache)
-    keeps = saved is not None or options.save_cache is not None
-    loaded = load_onto(plan, precision, opened, tokenizer, options, fingerprinted=keeps)
-    if saved is not None:
-        saved.check_weights(loaded.fingerprint, options.checkpoint)
+    loaded = load(opened, tokenizer, options, saved=saved, fingerprinted=options.save_cache is not None)
     capacity = min(config.context_length, len(prompt) + request.max_new_tokens)
     engine = loaded.engine(rows=min(options.n, options.rows), capacity=capacity)
     started = time.perf_counter()
@@ -97,24 +91,17 @@ def generate(options: GenerateOptions) -> dict[str, object]:
         engine.compile(len(prompt), *least_program([request]), held=len(prompt) - 1)
     scheduler = Scheduler(engine)
     say(f"prompt {len(prompt)} tokens; compiled in {time.perf_counter() - started:.1f} s")
-    session = Session() if keeps else None
-    if saved is not None:
-        started = time.perf_counter()
-        session, size = load_cache(saved, scheduler)
-        say(f"{held} tokens loaded from {saved.folder}: {size:,} bytes in {time.perf_counter() - started:.1f} s")
+    session = None if saved is None else restore(saved, scheduler)
 
     answers = [Answer(tokenizer, one, len(prompt)) for one in requests]
     if options.save_cache is not None:
         # Read by a request of its own, so that it is on disk before the answer begins.
-        assert session is not None
+        session = session or Session()
         scheduler.submit(prompt, RequestConfig(max_new_tokens=0), session=session)
         list(scheduler.run())
         started = time.perf_counter()
-        model = {"checkpoint": options.checkpoint, "weights": loaded.fingerprint, "dtype": precision.cache}
-        size = save_cache(options.save_cache, scheduler, session, Reader.of(config, **model))
-        took = time.perf_counter() - started
-        answers[0].started += took  # What is told of the answer's times is without it.
-        say(f"{len(prompt)} tokens saved in {options.save_cache}: {size:,} bytes in {took:.1f} s")
+        keep(options.save_cache, scheduler, session, loaded.reader)
+        answers[0].started += time.perf_counter() - started  # What is told of the answer's times is without it.
     asked = {"end_ids": tokenizer.end_ids, "streamed": not options.json, "session": session}
     following = {scheduler.submit(prompt, one.config, **asked): one for one in answers}
     for event in scheduler.run():

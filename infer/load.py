@@ -10,6 +10,9 @@ from configs.infer import DeviceOptions
 from configs.model import ModelConfig
 from configs.precision import Precision
 from infer.engine import Engine
+from infer.request import Session
+from infer.saved_cache import Reader, SavedCache, load_cache, save_cache
+from infer.scheduler import Scheduler
 from layers.devices import describe, plan_for, simulate_cpu_devices
 from layers.sharding import Plan
 from models.checkpoint import named_leaves
@@ -32,8 +35,8 @@ class Loaded:
     tokenizer: Tokenizer
     plan: Plan
     precision: Precision
-    fingerprint: str
-    """Of the weights in the dtype that they are at rest in, where it was asked for."""
+    reader: Reader | None
+    """What its caches belong to, where the fingerprint of its weights was asked for."""
 
     def engine(self, *, rows: int, capacity: int) -> Engine:
         """An engine for `rows` rows, rounded up to what the mesh divides; says what its cache takes."""
@@ -54,28 +57,53 @@ def place(config: ModelConfig, options: DeviceOptions) -> tuple[Plan, Precision]
     return plan, Precision(params=dtype, compute=dtype, cache=dtype)
 
 
-def load(opened: OpenModel, tokenizer: Tokenizer, options: DeviceOptions) -> Loaded:
-    """Weights onto devices; says the mesh and the time it took."""
-    return load_onto(*place(opened.config, options), opened, tokenizer, options)
-
-
-def load_onto(
-    plan: Plan,
-    precision: Precision,
+def load(
     opened: OpenModel,
     tokenizer: Tokenizer,
     options: DeviceOptions,
     *,
+    saved: SavedCache | None = None,
     fingerprinted: bool = False,
 ) -> Loaded:
-    """`load`, for what `place` gave; the fingerprint of the weights takes another pass over them."""
+    """Weights onto devices; says the mesh and the time it took.
+
+    Their fingerprint takes another pass over them. Raises ValueError where `saved` is of another model, dtype or
+    weights.
+    """
+    plan, precision = place(opened.config, options)
+    if saved is not None:
+        saved.check_model(opened.config, opened.name)
+        saved.check_dtype(precision.cache)
     say("mesh", describe(plan))
     started = time.perf_counter()
     model = opened.load(plan, precision.params)
     # Of the stacked form, which is the same however the blocks run.
-    weights = fingerprint(hash_arrays(named_leaves(model)).items()) if fingerprinted else ""
+    hashed = fingerprinted or saved is not None
+    weights = fingerprint(hash_arrays(named_leaves(model)).items()) if hashed else ""
+    if saved is not None:
+        saved.check_weights(weights, opened.name)
     one_cpu = plan.mesh.size == 1 and jax.default_backend() == "cpu"
     if options.layers == "unrolled" or (options.layers == "auto" and one_cpu):
         model = model.unrolled()
     say(f"weights loaded in {time.perf_counter() - started:.1f} s, {precision.params}")
-    return Loaded(model, tokenizer, plan, precision, weights)
+    whose = {"checkpoint": opened.name, "weights": weights, "dtype": precision.cache}
+    reader = Reader.of(opened.config, **whose) if hashed else None
+    return Loaded(model, tokenizer, plan, precision, reader)
+
+
+def restore(saved: SavedCache, scheduler: Scheduler) -> Session:
+    """`load_cache`; says what it was and the time it took."""
+    started = time.perf_counter()
+    session, size = load_cache(saved, scheduler)
+    took = time.perf_counter() - started
+    say(f"{len(saved.tokens)} tokens loaded from {saved.folder}: {size:,} bytes in {took:.1f} s")
+    return session
+
+
+def keep(folder: str, scheduler: Scheduler, session: Session, reader: Reader | None) -> None:
+    """`save_cache`; says what it was and the time it took."""
+    assert reader is not None, "loaded without a fingerprint"
+    started = time.perf_counter()
+    size = save_cache(folder, scheduler, session, reader)
+    took = time.perf_counter() - started
+    say(f"{len(session.tokens)} tokens saved in {folder}: {size:,} bytes in {took:.1f} s")

@@ -32,8 +32,6 @@ def generate_file(options: GenerateOptions) -> None:
     assert options.prompts is not None
     if options.output is None:
         raise ValueError("--prompts needs --output FILE for the answers")
-    if options.rows < 1:
-        raise ValueError(f"rows {options.rows}: answer at least 1 prompt at a time")
     request = options.request()
     opened = open_model(options.checkpoint)
     config = opened.config

@@ -28,6 +28,8 @@ from models.weights import DTYPES
 class OpenModel:
     """A model on disk, of which only the configuration has been read."""
 
+    name: str
+    """Where it lies, as it was asked for."""
     config: ModelConfig
     load: Callable[[Plan, str | None], Transformer]
     """The model, stacked, each parameter on its devices of a plan; cast to a dtype, or as stored where it is None."""
@@ -48,6 +50,7 @@ def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> Open
     foreign = folder.is_file() or any((folder / name).is_file() for name in ("config.json", PARAMS))
     if not foreign or (folder / RECORD).exists() or (folder / WEIGHTS).is_dir():
         return OpenModel(
+            name=str(path),
             config=read_config(folder),
             load=partial(load_model, folder),
             tokenizer=partial(Tokenizer.load, folder),
@@ -56,6 +59,7 @@ def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> Open
     source = open_source(folder)
     config = read_source_config(source, ignore_fields)
     return OpenModel(
+        name=str(path),
         config=config,
         load=partial(load_source, source, config),
         tokenizer=partial(_tokenizer_of, source),

@@ -355,6 +355,39 @@ def test_the_command_goes_on_from_a_cache_on_another_mesh(cache, command, engine
     assert json.loads(out)["tokens"] == expected
 
 
+def test_a_conversation_goes_on_from_a_cache_and_begins_anew_behind_it(cache, engine_on, checkpoint):
+    from configs.sampling import RequestConfig
+    from infer.chat import Conversation
+    from infer.saved_cache import load_cache, read_saved_cache
+    from infer.scheduler import Scheduler
+    from models.tokenizer import Tokenizer
+
+    saved, tokenizer, request = read_saved_cache(cache), Tokenizer.load(checkpoint), RequestConfig(max_new_tokens=5)
+    engine = engine_on({"context": 2})
+    scheduler = Scheduler(engine)
+    session, _ = load_cache(saved, scheduler)
+    talk = Conversation(scheduler, tokenizer, request, session=session)
+    whole = saved.tokens + tokenizer.encode_chat([{"role": "user", "content": "And?"}])[1:]
+    expected = tokenizer.decode(answer(Scheduler(engine), whole)[0])
+    for _ in range(2):
+        assert "".join(talk.reply("And?")) == expected
+        talk.reset()
+        assert session.tokens[: len(saved.tokens)] == saved.tokens and talk.messages == []
+
+
+def test_the_chat_command_takes_a_cache(cache, checkpoint, capsys, monkeypatch):
+    import treering
+
+    lines = iter(["And?", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    options = ["--load-cache", str(cache), "--capacity", "60", "--max-new-tokens", "3"]
+    assert treering.main(["chat", str(checkpoint), *options]) == 0
+    said = capsys.readouterr()
+    assert f"tokens loaded from {cache}: " in said.err and said.out.strip()
+    assert treering.main(["chat", str(checkpoint), *options, "--dtype", "float16"]) == 2
+    assert "give --dtype float32" in capsys.readouterr().err
+
+
 def test_files_are_their_owners_alone_also_while_they_are_written(engine_on, tmp_path, monkeypatch):
     from infer import saved_cache
 
