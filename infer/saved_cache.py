@@ -123,14 +123,20 @@ def read_saved_cache(folder: str | Path) -> SavedCache:
     if version != FORMAT:
         raise ValueError(f"{file} has format {version}: this version reads format {FORMAT}")
     try:
-        reader, tokens = Reader(**raw["reader"]), raw["tokens"]
-        if not isinstance(reader.config, dict):
-            raise TypeError("its model is not described")
+        reader, tokens, files = Reader(**raw["reader"]), raw["tokens"], raw["files"]
+        if not (isinstance(reader.config, dict) and isinstance(files, dict)):
+            raise TypeError("its fields are not of their kinds")
         if not (tokens and isinstance(tokens, list) and all(type(token) is int for token in tokens)):
             raise ValueError(f"{file} is damaged: its tokens are no list of numbers")
-        return SavedCache(folder=folder, reader=reader, tokens=tokens, fingerprint=raw["fingerprint"])
+        saved = SavedCache(folder=folder, reader=reader, tokens=tokens, fingerprint=raw["fingerprint"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from None
+    # Here, since it takes no time; what a file holds is compared when it is loaded.
+    for name, size in files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else "none"
+        if found != size:
+            raise ValueError(f"{folder} is not whole: {name} has {found} of its {size} bytes; copy or save it again")
+    return saved
 
 
 def check_new_folder(folder: str | Path) -> None:
@@ -174,8 +180,14 @@ def save_cache(folder: str | Path, scheduler: Scheduler, session: Session, reade
                 place.mkdir()
                 write_arrays(place, arrays)
                 hashes |= walk.hashes(number, arrays)
-            record = {"format": FORMAT, "reader": asdict(reader), "fingerprint": _fingerprint(tokens, hashes)}
-            (partial / CACHE_RECORD).write_text(json.dumps(record | {"tokens": tokens}) + "\n")
+            record = {
+                "format": FORMAT,
+                "reader": asdict(reader),
+                "fingerprint": _fingerprint(tokens, hashes),
+                "files": {str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()},
+                "tokens": tokens,
+            }
+            (partial / CACHE_RECORD).write_text(json.dumps(record) + "\n")
             os.replace(partial, folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -225,7 +237,7 @@ def _read_layer(folder: Path, number: int, leaf: jax.ShapeDtypeStruct, tokens: i
 
 
 def _damaged(folder: Path) -> str:
-    return f"{folder} is damaged or not whole: its keys and values are not those that were saved; copy or save it again"
+    return f"{folder} is damaged: its keys and values are not those that were saved; copy or save it again"
 
 
 def _fingerprint(tokens: list[int], hashes: dict[str, str]) -> str:

@@ -214,6 +214,27 @@ def test_a_cache_loaded_on_another_mesh_answers_as_the_joined_text(engine_on, tm
         assert all(other.pages.free(group) == other.engine.group_pages for group in range(other.engine.groups))
 
 
+def test_no_copy_of_the_cache_is_made_where_a_layer_is_read_or_written(mesh):
+    from infer.saved_cache import _read, _write
+    from layers.cache import PagePool
+    from layers.sharding import Plan
+
+    plan, tokens = Plan(mesh(context=8), "decode"), 8 * 64
+    sizes = {"layers": 16, "pages": 8, "kv_heads": 2, "head_dim": 8, "page_tokens": tokens}
+    shapes = jax.eval_shape(lambda: PagePool.empty(**sizes, dtype=jnp.dtype("float32")))
+    pool = plan.abstract(shapes, "activations")
+    sharding = plan.sharding("kv_seq kv_heads head_dim", (tokens, 2, 8))
+    row = jax.ShapeDtypeStruct((tokens, 2, 8), jnp.dtype("float32"), sharding=sharding)
+    number, pages = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    share = 2 * 64 * 2 * 8 * 4
+    """Bytes of a layer's keys and values in this row on one device."""
+    write = hlo.read(_write.lower(pool, number, pages, row, row, plan=plan).compile())
+    assert write.alias_bytes >= 16 * 8 * share, "the pool is not donated"
+    read = hlo.read(_read.lower(pool, number, pages, number, tokens=tokens, plan=plan).compile())
+    assert max(write.temporary_bytes, read.temporary_bytes) <= 4 * share
+    assert [c.received for c in write.collectives] == [c.received for c in read.collectives] == [share * 7 // 8]
+
+
 def test_a_row_from_disk_reads_nothing_again_and_leaves_its_neighbours_alone(engine_on, tmp_path):
     from configs.sampling import RequestConfig
     from infer.saved_cache import load_cache, read_saved_cache, save_cache
@@ -453,15 +474,24 @@ def flip(folder):
     file.write_bytes(data)
 
 
+def forget(folder):
+    """A layer that cache.json does not know of either."""
+    shutil.rmtree(folder / "layers" / "1")
+    files = json.loads((folder / "cache.json").read_text())["files"]
+    change(folder / "cache.json", files={name: size for name, size in files.items() if "layers/1" not in name})
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (flip, "is damaged or not whole"),
-        (lambda folder: chunks(folder)[0].unlink(), "is damaged or not whole"),
-        (lambda folder: chunks(folder)[1].write_bytes(b""), "is damaged or not whole"),
-        (lambda folder: shutil.rmtree(folder / "layers" / "1"), "is damaged or not whole"),
-        (lambda folder: change(folder / "cache.json", tokens=[5, 6]), "is damaged or not whole"),
-        (lambda folder: change(folder / "cache.json", tokens=[7] * 80), "is damaged or not whole"),
+        (flip, "cache is damaged: its keys and values are not those that were saved"),
+        (lambda folder: chunks(folder)[0].unlink(), "is not whole: layers/1/values/0.0.0 has none of its 512 bytes"),
+        (lambda folder: chunks(folder)[1].write_bytes(b"x"), "is not whole: layers/1/values/1.0.0 has 1 of its 512 "),
+        (lambda folder: shutil.rmtree(folder / "layers" / "1"), "is not whole: layers/1/"),
+        (forget, "cache is damaged: its keys and values"),
+        (lambda folder: change(folder / "cache.json", tokens=[5, 6]), "cache is damaged: its keys and values"),
+        (lambda folder: change(folder / "cache.json", tokens=[7] * 80), "cache is damaged: its keys and values"),
+        (lambda folder: change(folder / "cache.json", files=[]), "cache.json is damaged"),
         (lambda folder: change(folder / "cache.json", tokens="5"), "its tokens are no list of numbers"),
         (lambda folder: change(folder / "cache.json", format=2), "has format 2: this version reads format 1"),
         (lambda folder: change(folder / "cache.json", reader={}), "cache.json is damaged"),
