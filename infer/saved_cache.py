@@ -126,7 +126,7 @@ def read_saved_cache(folder: str | Path) -> SavedCache:
         reader, tokens, files = Reader(**raw["reader"]), raw["tokens"], raw["files"]
         if not (isinstance(reader.config, dict) and isinstance(files, dict)):
             raise TypeError("its fields are not of their kinds")
-        if not (tokens and isinstance(tokens, list) and all(type(token) is int for token in tokens)):
+        if not (tokens and isinstance(tokens, list) and all(type(t) is int and 0 <= t < 2**31 for t in tokens)):
             raise ValueError(f"{file} is damaged: its tokens are no list of numbers")
         saved = SavedCache(folder=folder, reader=reader, tokens=tokens, fingerprint=raw["fingerprint"])
     except (KeyError, TypeError) as error:
@@ -198,7 +198,8 @@ def save_cache(folder: str | Path, scheduler: Scheduler, session: Session, reade
 def load_cache(saved: SavedCache, scheduler: Scheduler) -> tuple[Session, int]:
     """A session whose row holds what was saved, and the bytes of its keys and values.
 
-    Raises ValueError where they are not those that were saved, or no row has room for them.
+    It is for the caller to check that model, dtype and weights are those that read the text. Raises ValueError
+    where keys and values are not those that were saved, or no row has room for them.
     """
     engine = scheduler.engine
     session = scheduler.hold(saved.tokens)
@@ -269,7 +270,6 @@ class _Walk:
         pages[session.row // engine.group_rows, : len(own)] = own
         self.pages = jax.device_put(pages, engine.plan.sharding("batch row_pages", pages.shape))
         self._model: Transformer = engine.model
-        self._layer_bytes = 0
         config = engine.model.config
         self.bytes = self.length * config.kv_bytes_per_token(np.dtype(engine.precision.cache).itemsize)
 

@@ -187,3 +187,24 @@ def test_a_pointer_in_place_of_a_tokenizers_file_is_told(tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
     with pytest.raises(ValueError, match="tokenizer.json is a Git LFS pointer, not the file itself"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_a_text_that_goes_on_begins_with_no_token_of_the_tokenizers(tmp_path: Path) -> None:
+    """One that the tokenizer does not put before a text stays: it may be what a chat's turns begin with."""
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    tiny.save_byte_level(tmp_path / "begun")
+    begun = Tokenizer.from_folder(tmp_path / "begun")
+    chat = begun.encode_chat([{"role": "user", "content": "x"}])
+    assert begun.going_on(begun.encode("x")) == begun.encode("x")[1:] != []
+    assert begun.going_on(chat) == chat[1:] and begun.going_on(chat[1:]) == chat[1:]
+
+    inner = tiny.byte_level_tokenizer()
+    inner.post_processor = processors.ByteLevel()
+    tokens = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": tiny.TEMPLATE}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **tokens).save_pretrained(tmp_path / "plain")
+    plain = Tokenizer.from_folder(tmp_path / "plain")
+    chat = plain.encode_chat([{"role": "user", "content": "x"}])
+    assert chat[0] == plain.named_ids["bos"] and plain.going_on(chat) == chat
+    assert plain.going_on(plain.encode("x")) == plain.encode("x")
