@@ -53,6 +53,8 @@ def generate(options: GenerateOptions) -> dict[str, object]:
 
     Raises ValueError for options, prompts and checkpoints that do not fit together.
     """
+    import jax
+
     from infer.answer import Answer, joint_record
     from infer.load import keep, load, restore, say
     from infer.request import Session, least_program
@@ -96,9 +98,11 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     answers = [Answer(tokenizer, one, len(prompt)) for one in requests]
     if options.save_cache is not None:
         # Read by a request of its own, so that it is on disk before the answer begins.
-        session = session or Session()
+        session, started = session or Session(), time.perf_counter()
         scheduler.submit(prompt, RequestConfig(max_new_tokens=0), session=session)
         list(scheduler.run())
+        jax.block_until_ready(scheduler.state)
+        say(f"{len(prompt) - held} tokens read in {time.perf_counter() - started:.2f} s")
         started = time.perf_counter()
         keep(options.save_cache, scheduler, session, loaded.reader)
         answers[0].started += time.perf_counter() - started  # What is told of the answer's times is without it.
