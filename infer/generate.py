@@ -54,11 +54,12 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     Raises ValueError for options, prompts and checkpoints that do not fit together.
     """
     import jax
+    import numpy as np
 
     from infer.answer import Answer, joint_record
     from infer.load import keep, load, restore, say
     from infer.request import Session, least_program
-    from infer.saved_cache import check_new_folder, read_saved_cache
+    from infer.saved_cache import check_new_folder, check_room, read_saved_cache
     from infer.scheduler import Scheduler
     from models.load import open_model
 
@@ -84,6 +85,9 @@ def generate(options: GenerateOptions) -> dict[str, object]:
             "shorten it"
         )
     loaded = load(opened, tokenizer, options, saved=saved, fingerprinted=options.save_cache is not None)
+    if options.save_cache is not None:
+        itemsize = np.dtype(loaded.precision.cache).itemsize
+        check_room(options.save_cache, len(prompt) * config.kv_bytes_per_token(itemsize))
     capacity = min(config.context_length, len(prompt) + request.max_new_tokens)
     engine = loaded.engine(rows=min(options.n, options.rows), capacity=capacity)
     started = time.perf_counter()

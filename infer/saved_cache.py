@@ -148,6 +148,16 @@ def check_new_folder(folder: str | Path) -> None:
         raise ValueError(f"{folder} cannot be written: {folder.parent} is no folder")
     if not os.access(folder.parent, os.W_OK | os.X_OK):
         raise ValueError(f"{folder} cannot be written: {folder.parent} is not yours to write to")
+    partial = partial_folder(folder)
+    if partial.is_symlink() or (partial.exists() and not (partial / LAYERS).is_dir()):
+        raise ValueError(f"{folder} is first written as {partial}, where something else stands: choose another name")
+
+
+def check_room(folder: str | Path, size: int) -> None:
+    """Raises ValueError where the disk has no `size` bytes for a cache at `folder`."""
+    free = shutil.disk_usage(Path(folder).parent).free
+    if size > free:
+        raise ValueError(f"{folder} would take {size:,} bytes of keys and values, and {free:,} are free there")
 
 
 def save_cache(folder: str | Path, scheduler: Scheduler, session: Session, reader: Reader) -> int:

@@ -549,10 +549,12 @@ def test_what_cannot_be_done_is_told_before_any_work(cache, command, checkpoint,
     (tmp_path / "mine" / "thing").write_text("only copy")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
     many = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers")
+    (tmp_path / "my.partial").mkdir()
     held = len(json.loads((cache / "cache.json").read_text())["tokens"])
     for options, words in (
         (("--prompt", "x", "--save-cache", tmp_path / "mine"), "mine exists: choose another folder for --save-cache"),
         (("--prompt", "x", "--save-cache", cache), "exists: choose another folder"),
+        (("--prompt", "x", "--save-cache", tmp_path / "my"), "my.partial, where something else stands"),
         (("--prompt", "x", "--save-cache", tmp_path / "no" / "cache"), f"{tmp_path / 'no'} is no folder"),
         (("--prompt", "x", "--load-cache", tmp_path / "mine"), "mine is no saved cache"),
         (("--prompt", "x", "--load-cache", checkpoint), "is a checkpoint, and no saved cache"),
@@ -563,5 +565,13 @@ def test_what_cannot_be_done_is_told_before_any_work(cache, command, checkpoint,
     ):
         status, out, err = command(*options)
         assert status == 2 and words in err and err.count("\n") == 1 and out == "", err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "prompts.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "my.partial", "prompts.jsonl"]
     assert (tmp_path / "mine" / "thing").read_text() == "only copy"
+
+
+def test_a_disk_without_room_is_told_before_the_text_is_read(command, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    status, out, err = command("--prompt", "The year", "--save-cache", tmp_path / "cache")
+    assert status == 2 and out == "" and "bytes of keys and values, and 100 are free there" in err.splitlines()[-1]
+    assert "compiled in" not in err and list(tmp_path.iterdir()) == []
