@@ -80,22 +80,18 @@ class GenerateOptions(AnswerOptions, DeviceOptions):
     """With --prompt, a folder that --save-cache wrote: the prompt goes on from the text that it holds, on any mesh."""
     n: int = 1
     """Answers to a prompt, which is read once; each draws with a seed one above the last's. Several take --json."""
-    prompt_logprobs: bool = False
-    """In JSON, --logprobs of the prompt's tokens after the first, too."""
     chat: bool = False
     """Wrap the prompt as a user's message in the checkpoint's chat template."""
     json: bool = False
     """Print one JSON object instead of the text: text, tokens, prompt_tokens, finish_reason, timings, cache bytes."""
     logprobs: int | None = None
     """In JSON, the log-probability of each token and of this many likeliest alternatives."""
+    prompt_logprobs: bool = False
+    """In JSON, --logprobs of the prompt's tokens after the first, too."""
 
     def request(self) -> RequestConfig:
         """See `AnswerOptions`."""
-        return dataclasses.replace(super().request(), logprobs=self.logprobs)
-
-    def request(self) -> RequestConfig:
-        """What these options ask of the engine; raises ValueError for values outside their bounds."""
-        return dataclasses.replace(super().request(), prompt_logprobs=self.prompt_logprobs)
+        return dataclasses.replace(super().request(), logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,12 +84,13 @@ def generate(options: GenerateOptions) -> dict[str, object]:
             f"the prompt has {len(prompt)} tokens{told} and the model's context holds {config.context_length}: "
             "shorten it"
         )
-    loaded = load(opened, tokenizer, options, saved=saved, fingerprinted=options.save_cache is not None)
+    rows = min(options.n, options.rows)
+    loaded = load(opened, tokenizer, options, rows=rows, saved=saved, fingerprinted=options.save_cache is not None)
     if options.save_cache is not None:
         itemsize = np.dtype(loaded.precision.cache).itemsize
         check_room(options.save_cache, len(prompt) * config.kv_bytes_per_token(itemsize))
     capacity = min(config.context_length, len(prompt) + request.max_new_tokens)
-    engine = loaded.engine(rows=min(options.n, options.rows), capacity=capacity)
+    engine = loaded.engine(rows=rows, capacity=capacity)
     started = time.perf_counter()
     scored = request.logprobs or 0 if request.prompt_logprobs else None
     engine.compile(len(prompt), *least_program([request]), held=held, scored=scored)

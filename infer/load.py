@@ -62,12 +62,13 @@ def load(
     tokenizer: Tokenizer,
     options: DeviceOptions,
     *,
+    rows: int = 1,
     saved: SavedCache | None = None,
     fingerprinted: bool = False,
 ) -> Loaded:
-    """Weights onto devices; says the mesh and the time it took.
+    """Weights onto devices, to generate for `rows` rows at a time; says the mesh and the time it took.
 
-    Their fingerprint takes another pass over them. Raises ValueError where `saved` is of another model, dtype or
+    The weights' fingerprint takes another pass over them. Raises ValueError where `saved` is of another model, dtype or
     weights.
     """
     plan, precision = place(opened.config, options)
@@ -84,7 +85,7 @@ def load(
         saved.check_weights(weights, opened.name)
     one_cpu = plan.mesh.size == 1 and jax.default_backend() == "cpu"
     if options.layers == "unrolled" or (options.layers == "auto" and one_cpu):
-        model = model.unrolled()
+        model = model.unrolled(rows=rows if one_cpu else 1)
     say(f"weights loaded in {time.perf_counter() - started:.1f} s, {precision.params}")
     whose = {"checkpoint": opened.name, "weights": weights, "dtype": precision.cache}
     reader = Reader.of(opened.config, **whose) if hashed else None
