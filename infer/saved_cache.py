@@ -26,7 +26,7 @@ from configs.model import ModelConfig
 from infer.request import Session
 from infer.scheduler import Scheduler
 from layers.cache import NO_PAGE, PagePool, token_share
-from models.checkpoint import partial_folder
+from models.checkpoint import empty, partial_folder, written_beside
 from models.progress import byte_progress
 from models.record import RECORD
 from models.transformer import Transformer
@@ -142,8 +142,7 @@ def read_saved_cache(folder: str | Path) -> SavedCache:
 def check_new_folder(folder: str | Path) -> None:
     """Raises ValueError where a cache cannot be saved at `folder`: before hours are spent on reading."""
     folder = Path(folder)
-    if folder.exists() or folder.is_symlink():
-        raise ValueError(f"{folder} exists: choose another folder for --save-cache")
+    _check_free(folder)
     if not folder.parent.is_dir():
         raise ValueError(f"{folder} cannot be written: {folder.parent} is no folder")
     if not os.access(folder.parent, os.W_OK | os.X_OK):
@@ -151,6 +150,11 @@ def check_new_folder(folder: str | Path) -> None:
     partial = partial_folder(folder)
     if partial.is_symlink() or (partial.exists() and not (partial / LAYERS).is_dir()):
         raise ValueError(f"{folder} is first written as {partial}, where something else stands: choose another name")
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(f"{folder} exists: choose another folder for --save-cache")
 
 
 def check_room(folder: str | Path, size: int) -> None:
@@ -167,14 +171,13 @@ def save_cache(folder: str | Path, scheduler: Scheduler, session: Session, reade
     `check_new_folder` does.
     """
     check_new_folder(folder)
+    folder = Path(folder)
     engine, tokens = scheduler.engine, session.tokens
-    partial = partial_folder(folder)
     hashes: dict[str, str] = {}
-    with _owner_only():
-        if partial.exists():
-            shutil.rmtree(partial)
-        (partial / LAYERS).mkdir(parents=True)
+    with _owner_only(), written_beside(folder, lambda: _check_free(folder)) as partial:
         try:
+            empty(partial)
+            (partial / LAYERS).mkdir()
             walk = _Walk(scheduler, session)
             for pool, layer, number in walk.layers("saving"):
                 keys, values = _read(

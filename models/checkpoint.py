@@ -90,6 +90,11 @@ def save_model(
         finish(partial, path, record)
 
 
+def partial_folder(path: Path) -> Path:
+    """Where the folder `path` stands while it is being written."""
+    return path.with_name(path.name + ".partial")
+
+
 @contextlib.contextmanager
 def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path]:
     """The folder `path`.partial, in which all is written before it is renamed; no other process has it meanwhile.
@@ -99,7 +104,7 @@ def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path
     """
     path = Path(path)
     check()
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_folder(path)
     made = [folder for folder in partial.parents if not folder.exists()]
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -111,7 +116,7 @@ def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path
                 if str(partial.resolve()) in str(error):  # as tensorstore tells of a full disk
                     number = re.search(r"os_error_code='(\d+)'", str(error))
                     raise OSError(int(number[1]) if number else 5, str(error), str(partial)) from error
-                shutil.rmtree(partial)
+                shutil.rmtree(partial, ignore_errors=True)
                 raise
     except ValueError:
         for folder in made:
