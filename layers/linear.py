@@ -69,7 +69,10 @@ class Linear(eqx.Module):
         )
 
     def inputs_first(self) -> "Linear":
-        """The same map with its weight stored in dims first; also of maps stacked over layers."""
+        """The same map with its weight stored in dims first; also of maps stacked over layers. One that is stored in a
+        way of its own stays as it is."""
+        if not isinstance(self.weight, jax.Array):
+            return self
         dims = range(self.weight.ndim)
         first = self.weight.ndim - len(self.in_dims)
         stacked = first - len(self.out_dims)

@@ -99,6 +99,19 @@ def test_greedy_tokens_are_those_of_each_row_alone_on_every_mesh(folder, mesh):
     assert collect(unrolled, prompts, max_new_tokens=12) == expected
 
 
+def test_rows_of_an_unrolled_model_together_draw_what_each_draws_alone(folder, mesh):
+    """Alone by weights as they are, together by weights stored in dims first."""
+    from layers.linear import InputsFirst
+
+    prompts = [row[:length] for row, length in zip(token_rows(4, 40, seed=1), (1, 5, 5, 40), strict=True)]
+    alone, together = (
+        make_engine(folder, mesh, {"context": 1}, batch=batch, capacity=64, unrolled=True) for batch in (1, 4)
+    )
+    assert isinstance(together.model.blocks.places[0][0].mlp.down.weight, InputsFirst)
+    expected = [collect(alone, [prompt], max_new_tokens=12)[0] for prompt in prompts]
+    assert collect(together, prompts, max_new_tokens=12) == expected
+
+
 def events_of(engine, prompts, *, end_ids=(), **options):
     """The events of each prompt, all submitted at once to a fresh scheduler."""
     from configs.sampling import RequestConfig

@@ -1,5 +1,6 @@
 """Norm, rotary positions, linear maps and embedding, each beside transformers' or a formula written out."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +86,26 @@ def test_linear_multiplies_by_a_weight_of_another_kind():
 
     linear = Linear.init("embed -> mlp", {"embed": 4, "mlp": 8}, key=jax.random.key(0))
     x = jnp.arange(4.0)[None]
-    np.testing.assert_array_equal(dataclasses.replace(linear, weight=Doubled())(x), [[0, 1, 2, 3, 0, 1, 2, 3]])
+    doubled = dataclasses.replace(linear, weight=Doubled())
+    np.testing.assert_array_equal(doubled(x), [[0, 1, 2, 3, 0, 1, 2, 3]])
+    assert doubled.inputs_first() is doubled
+
+
+def test_a_weight_stored_in_dims_first_gives_the_same_products():
+    from layers.linear import Linear
+    from layers.sharding import dims_of
+
+    sizes = {"embed": 6, "heads": 3, "head_dim": 4}
+    for dims, width in (("embed -> heads head_dim", 6), ("heads head_dim -> embed", 12)):
+        make = eqx.filter_vmap(lambda key, dims=dims: Linear.init(dims, sizes, bias=True, key=key))
+        stacked = make(jax.random.split(jax.random.key(0), 2))
+        turned = stacked.inputs_first()
+        assert turned.weight.value.shape != stacked.weight.shape
+        x = jax.random.normal(jax.random.key(1), (2, 5, width)).reshape(2, 5, *([3, 4] if width == 12 else [6]))
+        for layer in range(2):
+            one, other = (jax.tree.map(lambda leaf: leaf[layer], linear) for linear in (stacked, turned))  # noqa: B023
+            np.testing.assert_allclose(other(x), one(x), rtol=1e-6, atol=1e-6)
+            assert dims_of(other).weight.value == tuple(other.in_dims + other.out_dims)
 
 
 @pytest.mark.parametrize(
