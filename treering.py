@@ -1,6 +1,5 @@
 """The front door: `treering COMMAND ...`, each command one lazily imported function."""
 
-import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -61,11 +60,12 @@ def keep_compiled() -> None:
     In `~/.cache/treering/compiled`, or where JAX_COMPILATION_CACHE_DIR says (empty for nowhere).
     """
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = os.path.join(caches, "treering", "compiled")
-    with contextlib.suppress(OSError):  # one that cannot be written is no reason to fail
-        os.makedirs(folder, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+    folder = stands = os.path.abspath(os.path.join(caches, "treering", "compiled"))
+    while not os.path.exists(stands):
+        stands = os.path.dirname(stands)
+    # JAX makes the folder when it has something to keep, and warns at each program where it cannot.
+    if os.path.isdir(stands) and os.access(stands, os.W_OK):
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -212,7 +212,7 @@ def test_compiled_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
         assert os.environ[name] == said
     monkeypatch.delenv(name)
     treering.keep_compiled()
-    assert os.environ[name] == str(kept) and kept.is_dir()
+    assert os.environ[name] == str(kept) and not list(tmp_path.iterdir())
     monkeypatch.delenv(name)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
