@@ -69,7 +69,8 @@ class GenerateOptions(AnswerOptions, DeviceOptions):
     prompt: str | None = None
     """Text to continue; - reads standard input."""
     prompts: str | None = None
-    """File of JSON lines, each {"prompt": TEXT} or {"messages": [...]}, with "n" if need be; answered side by side."""
+    """File of JSON lines, each {"prompt": TEXT} or {"messages": [...]}, with "n" if need be; answered side by side.
+    What else a line says, such as a name of its own, is not looked at."""
     output: str | None = None
     """With --prompts, the file that answers are added to as JSON lines; those it holds already are not made again."""
     rows: int = 8

@@ -74,10 +74,10 @@ class RequestConfig:
     def samples(self, n: int) -> "list[RequestConfig]":
         """`n` requests for one prompt: sample i draws with seed + i, and only the first scores the prompt.
 
-        Raises ValueError for n below one, and for several that could not differ.
+        Raises ValueError for n below one or above `MAX_SAMPLES`, and for several that could not differ.
         """
-        if n < 1:
-            raise ValueError(f"n {n}: ask for at least 1 answer")
+        if not 1 <= n <= MAX_SAMPLES:
+            raise ValueError(f"n {n}: ask for 1 to {MAX_SAMPLES} answers")
         if n > 1 and self.sampling.temperature == 0:
             raise ValueError(f"n {n} with temperature 0, which takes the likeliest token: all {n} answers would be one")
         seeds = [replace(self.sampling, seed=self.sampling.seed + i) for i in range(n)]
@@ -86,5 +86,7 @@ class RequestConfig:
         ]
 
 
+MAX_SAMPLES = 1024
+"""Answers to one prompt."""
 MAX_LOGPROBS = 20
 """Alternatives that one request may ask for."""

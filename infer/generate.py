@@ -13,7 +13,7 @@ def main(arguments: list[str]) -> int:
     """Runs the command."""
     options = parse(GenerateOptions, arguments, program="treering generate")
     if (options.prompt is None) == (options.prompts is None):
-        raise ValueError("give --prompt TEXT, or --prompts FILE")
+        raise ValueError("give --prompt TEXT or --prompts FILE, one of the two")
     if options.rows < 1:
         raise ValueError(f"rows {options.rows}: at least 1 answer is made at a time")
     check_together(options)

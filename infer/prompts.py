@@ -37,8 +37,12 @@ def generate_file(options: GenerateOptions) -> None:
     config = opened.config
     tokenizer = opened.tokenizer()
     prompts = read_prompts(Path(options.prompts), tokenizer, options.chat, options.n)
-    requests = [request.samples(n) for _, n in prompts]
-    for number, (prompt, _) in enumerate(prompts):
+    requests = []
+    for number, (prompt, n) in enumerate(prompts):
+        try:
+            requests.append(request.samples(n))
+        except ValueError as error:
+            raise ValueError(f"prompt {number} of {options.prompts}: {error}") from None
         if not 0 < len(prompt) <= config.context_length:
             raise ValueError(
                 f"prompt {number} of {options.prompts} has {len(prompt)} tokens: from 1 to {config.context_length} fit"

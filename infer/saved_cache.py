@@ -147,9 +147,18 @@ def check_new_folder(folder: str | Path) -> None:
         raise ValueError(f"{folder} cannot be written: {folder.parent} is no folder")
     if not os.access(folder.parent, os.W_OK | os.X_OK):
         raise ValueError(f"{folder} cannot be written: {folder.parent} is not yours to write to")
+    if (folder.parent / CACHE_RECORD).exists():
+        raise ValueError(f"{folder} lies in a saved cache: choose a folder of its own for --save-cache")
     partial = partial_folder(folder)
-    if partial.is_symlink() or (partial.exists() and not (partial / LAYERS).is_dir()):
+    if partial.is_symlink() or (partial.exists() and not _is_left_over(partial)):
         raise ValueError(f"{folder} is first written as {partial}, where something else stands: choose another name")
+
+
+def _is_left_over(partial: Path) -> bool:
+    """Whether a folder is what a save that was killed left: layers by their numbers."""
+    layers = partial / LAYERS
+    only = {path.name for path in partial.iterdir()} <= {LAYERS, CACHE_RECORD} if partial.is_dir() else False
+    return only and layers.is_dir() and all(one.is_dir() and one.name.isdecimal() for one in layers.iterdir())
 
 
 def _check_free(folder: Path) -> None:

@@ -48,7 +48,7 @@ def run(arguments, capsys):
         (["--prompt", "x", "--layers", "folded"], ": --layers folded: it must be one of 'auto', 'stacked', 'unrolled'"),
         (["--prompt", "x", "--json", "yes"], ": --json yes: --json takes no value"),
         (["--prompt", "x", "--json=yes"], ": --json yes: --json takes no value"),
-        ([], "give --prompt TEXT, or --prompts FILE"),
+        ([], "give --prompt TEXT or --prompts FILE"),
         (["--prompts", "none.jsonl"], "--prompts needs --output"),
         (["--prompt", "x", "--logprobs", "2"], "--logprobs goes with --json, or with --prompts"),
         (["--prompt", "x", "--rows", "2"], "--rows goes with --prompts"),

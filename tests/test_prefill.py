@@ -67,7 +67,10 @@ def test_spread_chunks_equal_one_pass(folder, mesh, oracle, sizes, small_pages):
 
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param({"context": 4}, marks=pytest.mark.long), {"data": 2, "context": 2, "tensor": 2}],
+    [
+        pytest.param({"context": 4}, marks=pytest.mark.long),
+        pytest.param({"data": 2, "context": 2, "tensor": 2}, marks=pytest.mark.long),
+    ],
     ids=name,
 )
 def test_requests_of_any_length_get_the_answers_that_they_get_alone(folder, mesh, alone, sizes):

@@ -176,7 +176,7 @@ def test_a_row_is_read_and_written_in_the_order_of_its_text(mesh, sizes, dtype):
     ("saving", "loading"),
     [
         ({"context": 1}, {"context": 8}),
-        ({"context": 4, "tensor": 2}, {"context": 3}),
+        pytest.param({"context": 4, "tensor": 2}, {"context": 3}, marks=pytest.mark.long),
         pytest.param({"context": 2}, {"context": 1}, marks=pytest.mark.long),
         pytest.param({"data": 2, "context": 2}, {"context": 4, "tensor": 2}, marks=pytest.mark.long),
         pytest.param({"context": 8}, {"data": 2, "context": 2}, marks=pytest.mark.long),
@@ -280,6 +280,7 @@ def test_a_row_from_disk_reads_nothing_again_and_leaves_its_neighbours_alone(eng
         scheduler.hold(another)
 
 
+@pytest.mark.long
 def test_layers_of_all_places_and_of_a_broken_off_period_are_saved(mesh, tmp_path):
     """Gemma 3: two places, one of them with a window, and a period that breaks off; stacked or not, the files are the
     same layers by number."""
@@ -549,12 +550,14 @@ def test_what_cannot_be_done_is_told_before_any_work(cache, command, checkpoint,
     (tmp_path / "mine" / "thing").write_text("only copy")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
     many = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers")
-    (tmp_path / "my.partial").mkdir()
+    (tmp_path / "my.partial" / "layers").mkdir(parents=True)
+    (tmp_path / "my.partial" / "layers" / "thing").write_text("only copy")
     held = len(json.loads((cache / "cache.json").read_text())["tokens"])
     for options, words in (
         (("--prompt", "x", "--save-cache", tmp_path / "mine"), "mine exists: choose another folder for --save-cache"),
         (("--prompt", "x", "--save-cache", cache), "exists: choose another folder"),
         (("--prompt", "x", "--save-cache", tmp_path / "my"), "my.partial, where something else stands"),
+        (("--prompt", "x", "--save-cache", cache / "more"), "more lies in a saved cache"),
         (("--prompt", "x", "--save-cache", tmp_path / "no" / "cache"), f"{tmp_path / 'no'} is no folder"),
         (("--prompt", "x", "--load-cache", tmp_path / "mine"), "mine is no saved cache"),
         (("--prompt", "x", "--load-cache", checkpoint), "is a checkpoint, and no saved cache"),
