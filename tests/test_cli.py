@@ -12,13 +12,7 @@ import tiny
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    from models.convert import convert
-
-    folder = tmp_path_factory.mktemp("cli")
-    source = tiny.write_folder(folder / "hf", {**tiny.LLAMA, "vocab_size": 400})
-    tiny.save_byte_level(source)
-    convert(source, folder / "checkpoint")
-    return folder / "checkpoint"
+    return tiny.llama_checkpoint(tmp_path_factory.mktemp("cli"))
 
 
 def run(arguments, capsys):

@@ -11,13 +11,7 @@ import tiny
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    from models.convert import convert
-
-    folder = tmp_path_factory.mktemp("samples")
-    source = tiny.write_folder(folder / "hf", {**tiny.LLAMA, "vocab_size": 400})
-    tiny.save_byte_level(source)
-    convert(source, folder / "checkpoint")
-    return folder / "checkpoint"
+    return tiny.llama_checkpoint(tmp_path_factory.mktemp("samples"))
 
 
 def run(checkpoint, capsys, *options):

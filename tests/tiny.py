@@ -370,3 +370,13 @@ def logits(model: Any, plan: Any, ids: np.ndarray) -> np.ndarray:
 
     with jax.default_matmul_precision("highest"):
         return np.asarray(eqx.filter_jit(forward)(model, jnp.asarray(ids), context))
+
+
+def llama_checkpoint(folder: Path) -> Path:
+    """A converted Llama with a byte-level tokenizer, in `folder`."""
+    from models.convert import convert
+
+    source = write_folder(folder / "hf", {**LLAMA, "vocab_size": 400})
+    save_byte_level(source)
+    convert(source, folder / "checkpoint")
+    return folder / "checkpoint"
