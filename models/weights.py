@@ -7,7 +7,10 @@ conversion holds one parameter at a time.
 import contextlib
 import hashlib
 import json
+import logging
 import math
+import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +86,10 @@ def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
     """The orbax handler that `write_arrays` uses; it can also write while the program goes on."""
+    # Of a write that fails orbax raises the first error. It logs that too, and Python tells of all its tasks' others.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler()), (Deferred, _DeferredHandler())
     )
@@ -115,10 +122,31 @@ def _damage_told(folder: Path) -> Iterator[None]:
 
 
 def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every array in `folder`, as stored."""
+    """Shape and dtype of every array in `folder`, as stored; each file of each array is there, with all its bytes.
+
+    Raises ValueError where that is not so. orbax would find it too, but many reads are under way by then, and they tell
+    of their failures on standard error.
+    """
     with _damage_told(folder):
-        tree = ocp.PyTreeCheckpointHandler().metadata(_place(folder))
-    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tree.items()}
+        return {array.name: _read_shape(array) for array in sorted(folder.iterdir()) if array.is_dir()}
+
+
+def _read_shape(array: Path) -> jax.ShapeDtypeStruct:
+    """From an array's folder: `.zarray`, which says how the chunks are, and a file a chunk (zarr, version 2)."""
+    try:
+        layout = json.loads((array / ".zarray").read_text())
+        shape, chunk, dtype = layout["shape"], layout["chunks"], np.dtype(layout["dtype"])
+        counts = [-(-size // step) for size, step in zip(shape, chunk, strict=True)]
+        chunk_bytes = math.prod(chunk) * dtype.itemsize
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"{array.name}/.zarray describes no array") from error
+    for place in np.ndindex(*counts):
+        file = array / (".".join(map(str, place)) or "0")
+        with file.open("rb") as opened:
+            found = os.fstat(opened.fileno()).st_size
+        if found != chunk_bytes:
+            raise ValueError(f"{array.name}/{file.name} holds {found:,} bytes instead of {chunk_bytes:,}")
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
 def read_arrays(

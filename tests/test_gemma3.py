@@ -106,7 +106,7 @@ def test_a_long_prompt_is_spread_over_devices(tmp_path: Path, mesh: Callable[...
     plan = Plan(mesh(context=4), "decode")
     ids = np.random.default_rng(1).integers(0, VOCAB, (1, 600))
     engine = Engine(ours(tmp_path, model, plan), plan, Precision(), batch=1, capacity=640)
-    assert engine.chunks.of(600) == [256, 256, 256] and engine.chunks.long == 256
+    assert engine.chunks.of(600) == [256, 256, 128] and engine.chunks.long == 256
     found, _ = engine.append(engine.empty_state(), [list(map(int, ids[0]))])
     assert near(np.asarray(found)[0], right_logits(model, ids)[0, -1])
 

@@ -247,7 +247,7 @@ def test_killed_twenty_times_while_saving_a_run_always_goes_on_from_a_whole_chec
             assert start >= read_back, f"kill {kill} lost the checkpoint of step {read_back}"
             if kill == 20:
                 break
-            while not any(path.name.isdigit() and int(path.name) > start + 1 for path in folder.iterdir()):
+            while not any(path.name.isdigit() and int(path.name) > start + 1 for path in folder.glob("*")):
                 assert process.poll() is None
                 time.sleep(0.01)
             # Two saves are through. Wait for the next one to begin, and strike somewhere within it.

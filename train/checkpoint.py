@@ -5,7 +5,6 @@ is whole. Each is then read back and compared with what was in memory; the newes
 """
 
 import json
-import logging
 import shutil
 import threading
 import time
@@ -103,7 +102,6 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         self.folder, self.config = folder, config
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # What orbax logs as an error it also raises.
         self._reader: threading.Thread | None = None
         self._fault: str | None = None
         self._manager = ocp.CheckpointManager(
