@@ -40,12 +40,12 @@ define pytest
 if [ $$status -eq 5 ]; then echo "==> $(1): no test was selected, so none ran"; exit 0; fi; exit $$status
 endef
 
-test: $(VENV)/.installed-dev ## the default tests (about twelve minutes on two cores)
-	@echo "==> test: the default tests in $(JOBS) processes (about twelve minutes on two cores)"
+test: $(VENV)/.installed-dev ## the default tests (about ten minutes on two cores)
+	@echo "==> test: the default tests in $(JOBS) processes (about ten minutes on two cores)"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
-test-long: $(VENV)/.installed-dev ## the long tests (up to an hour)
-	@echo "==> test-long: the tests marked long in $(JOBS) processes (up to an hour on two cores)"
+test-long: $(VENV)/.installed-dev ## the long tests (about a quarter of an hour)
+	@echo "==> test-long: the tests marked long in $(JOBS) processes (about a quarter of an hour on two cores)"
 	$(call pytest,test-long,-m long)
 
 test-smoke: $(VENV)/.installed-test ## a few quick tests that touch every part; the only ones that need no torch

@@ -55,12 +55,12 @@ def parse(options: type[T], arguments: list[str], *, program: str, default: T | 
 
 def as_typed(message: str, arguments: list[str]) -> str:
     """`message` with the flags that the user typed in place of the fields that they set: --max-new-tokens for
-    max_new_tokens. A field whose name is a plain word is known only at the beginning."""
+    max_new_tokens. A field whose name is a plain word is known only at the beginning, and one in quotes is another."""
     for flag in map(_flag, arguments):
         words = flag.removeprefix("--").split(".")
         for name in (".".join(words[first:]) for first in range(len(words) if flag.startswith("--") else 0)):
             field = re.escape(name).replace(r"\-", "[_-]")
-            place = rf"^{field}(?=[ :])" if name.isalpha() else rf"(?<![\w./-]){field}(?![\w/-]|\.\w)"
+            place = rf"^{field}(?=[ :])" if name.isalpha() else rf'(?<![\w./"-]){field}(?![\w/-]|\.\w)'
             message = re.sub(place, flag, message)
     return message
 

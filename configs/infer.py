@@ -69,8 +69,8 @@ class GenerateOptions(AnswerOptions, DeviceOptions):
     prompt: str | None = None
     """Text to continue; - reads standard input."""
     prompts: str | None = None
-    """File of JSON lines, each {"prompt": TEXT} or {"messages": [...]}, with "n" if need be; answered side by side.
-    What else a line says, such as a name of its own, is not looked at."""
+    """File of JSON lines, each {"prompt": TEXT} or {"messages": [...]}, answered side by side. A line may name itself
+    ("id") and have options of its own: "n", "max_new_tokens", "temperature" and what else decides an answer."""
     output: str | None = None
     """With --prompts, the file that answers are added to as JSON lines; those it holds already are not made again."""
     rows: int = 8

@@ -3,14 +3,17 @@
 import dataclasses
 import hashlib
 import json
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from configs.infer import GenerateOptions
+from configs.infer import AnswerOptions, GenerateOptions
 from configs.sampling import RequestConfig
 from infer.answer import Answer, joint_record
 from infer.load import load, say
@@ -21,50 +24,58 @@ from models.tokenizer import Tokenizer
 _BEGIN = '{"index": '
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What one line of a file of prompts asks for."""
+
+    tokens: list[int]
+    requests: list[RequestConfig]
+    """One an answer."""
+    id: Any = None
+    """The name that the line gives itself, any JSON value; its answer gets it."""
+
+    @property
+    def hash(self) -> str:
+        """Tells whether an answer belongs to it."""
+        asked = [self.tokens, [dataclasses.asdict(one) for one in self.requests], self.id]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def generate_file(options: GenerateOptions) -> None:
     """Answers every prompt of the file, adding a JSON line to the output as each ends.
 
-    A line holds the prompt's number (`index`), a hash of it and of the options that decide its answer, and what
-    `Answer.record` tells. Those that the output holds already are not made again. Raises ValueError, before anything is
-    loaded or written, for a line that is no prompt, and for an output that holds anything else, or answers to other
-    prompts or by other options.
+    A line holds the prompt's number (`index`), its `id` if it has one, a hash of it and of the options that decide its
+    answer, and what `Answer.record` tells. Those that the output holds already are not made again. Raises ValueError,
+    before anything is loaded or written, for a line that is no prompt or cannot be answered, and for an output that
+    holds anything else, or answers to other prompts or by other options.
     """
     assert options.prompts is not None
     if options.output is None:
         raise ValueError("--prompts needs --output FILE for the answers")
-    request = options.request()
+    options.request().samples(options.n)
     opened = open_model(options.checkpoint)
     config = opened.config
     tokenizer = opened.tokenizer()
-    prompts = read_prompts(Path(options.prompts), tokenizer, options.chat, options.n)
-    requests = []
-    for number, (prompt, n) in enumerate(prompts):
-        try:
-            requests.append(request.samples(n))
-        except ValueError as error:
-            raise ValueError(f"prompt {number} of {options.prompts}: {error}") from None
-        if not 0 < len(prompt) <= config.context_length:
-            raise ValueError(
-                f"prompt {number} of {options.prompts} has {len(prompt)} tokens: from 1 to {config.context_length} fit"
-            )
+    prompts = read_prompts(Path(options.prompts), tokenizer, options, config.context_length)
     output = Path(options.output)
-    hashes = [hash_of(prompt, request, n) for prompt, n in prompts]
+    hashes = [asked.hash for asked in prompts]
     done = read_done(output, hashes)
     todo = [number for number in range(len(prompts)) if number not in done]
     if not todo:
         say(f"all {len(prompts)} answers are in {output}")
         return
-    capacity = min(config.context_length, max(len(prompts[n][0]) for n in todo) + request.max_new_tokens)
-    rows = min(options.rows, sum(len(requests[number]) for number in todo))
+    longest = max(len(prompts[number].tokens) + prompts[number].requests[0].max_new_tokens for number in todo)
+    capacity = min(config.context_length, longest)
+    rows = min(options.rows, sum(len(prompts[number].requests) for number in todo))
     loaded = load(opened, tokenizer, options, rows=rows)
     scheduler = Scheduler(loaded.engine(rows=rows, capacity=capacity))
     following: dict[int, tuple[int, Answer]] = {}
     answers: dict[int, list[Answer]] = {}
     for number in todo:
-        prompt, _ = prompts[number]
-        answers[number] = [Answer(tokenizer, one, len(prompt)) for one in requests[number]]
+        asked = prompts[number]
+        answers[number] = [Answer(tokenizer, one, len(asked.tokens)) for one in asked.requests]
         for answer in answers[number]:
-            submitted = scheduler.submit(prompt, answer.config, end_ids=tokenizer.end_ids)
+            submitted = scheduler.submit(asked.tokens, answer.config, end_ids=tokenizer.end_ids)
             following[submitted] = number, answer
     columns = TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     started, tokens = time.perf_counter(), 0
@@ -76,22 +87,17 @@ def generate_file(options: GenerateOptions) -> None:
             answer.follow(event, scheduler)
             tokens += event.token is not None
             if not ended and all(one.finish_reason is not None for one in answers[number]):
-                line = {"index": number, "request_hash": hashes[number], **joint_record(answers[number])}
+                name = {} if prompts[number].id is None else {"id": prompts[number].id}
+                line = {"index": number, **name, "request_hash": hashes[number], **joint_record(answers[number])}
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 bar.update(task, advance=1, rate=f"{tokens / (time.perf_counter() - started):.1f} tokens/s")
 
 
-def hash_of(prompt: list[int], request: RequestConfig, n: int) -> str:
-    """Tells whether `n` answers belong to a prompt and the options that it is answered by."""
-    asked = json.dumps([prompt, dataclasses.asdict(request), *([n] if n > 1 else [])], sort_keys=True)
-    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+def read_prompts(path: Path, tokenizer: Tokenizer, options: GenerateOptions, context_length: int) -> list[Asked]:
+    """What each line of the file asks for; `options` hold where it does not say.
 
-
-def read_prompts(path: Path, tokenizer: Tokenizer, chat: bool, n: int) -> list[tuple[list[int], int]]:
-    """The tokens of each line, and how many answers it asks for: `n`, where it does not say.
-
-    Raises ValueError naming a line that is neither form.
+    Raises ValueError naming a line that is no prompt, or one that does not fit the context.
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give a file of JSON lines")
@@ -100,38 +106,74 @@ def read_prompts(path: Path, tokenizer: Tokenizer, chat: bool, n: int) -> list[t
         if not line.strip():
             continue
         try:
-            prompts.append(_read_prompt(line.decode(), tokenizer, chat, n))
+            asked = _read_prompt(line.decode(), tokenizer, options)
+            if not 0 < len(asked.tokens) <= context_length:
+                raise ValueError(f"it has {len(asked.tokens)} tokens: from 1 to {context_length} fit")
         except ValueError as error:
             raise ValueError(f"{path} line {number}: {error}") from None
+        prompts.append(asked)
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
     return prompts
 
 
-def _read_prompt(line: str, tokenizer: Tokenizer, chat: bool, n: int) -> tuple[list[int], int]:
+_FORMS = 'a line is {"prompt": TEXT} or {"messages": [{"role": ROLE, "content": TEXT}, ...]}'
+_OWN = (*(one.name for one in dataclasses.fields(AnswerOptions)), "n", "logprobs", "prompt_logprobs")
+"""Options that a line may have of its own."""
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
+    int: ("a whole number", lambda value: type(value) is int, int),
+    int | None: ("a whole number, or null", lambda value: value is None or type(value) is int, lambda value: value),
+    float: ("a number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max, float),
+    bool: ("true or false", lambda value: type(value) is bool, bool),
+    tuple[str, ...]: (
+        "a list of texts",
+        lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+        tuple,
+    ),
+}
+"""For the kinds of those options: how it is called, whether a JSON value is one, and what makes it one."""
+
+
+def _read_prompt(line: str, tokenizer: Tokenizer, options: GenerateOptions) -> Asked:
     try:
         entry: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is no JSON ({error})") from None
-    forms = 'a line is {"prompt": TEXT} or {"messages": [{"role": ROLE, "content": TEXT}, ...]}'
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise ValueError(f"it has not one of prompt and messages: {forms}")
-    n = entry.get("n", n)
-    if type(n) is not int or n < 1:
-        raise ValueError(f"its n is {n!r}: a number of answers, at least 1")
+        raise ValueError(f"it has not one of prompt and messages: {_FORMS}")
+    own = {name: value for name, value in entry.items() if name not in ("prompt", "messages", "id")}
+    options = dataclasses.replace(options, **{name: _own_option(name, value) for name, value in own.items()})
+    return Asked(
+        tokens=_encode(entry, tokenizer, options.chat),
+        requests=options.request().samples(options.n),
+        id=entry.get("id"),
+    )
+
+
+def _own_option(name: str, value: Any) -> Any:
+    if name not in _OWN:
+        names = '", "'.join(_OWN)
+        raise ValueError(f'its "{name}" would change nothing: beside its text it may hold "id", "{names}"')
+    told, fits, make = _KINDS[get_type_hints(GenerateOptions)[name]]
+    if not fits(value):
+        raise ValueError(f'its "{name}" is {json.dumps(value):.80}: it must be {told}')
+    return make(value)
+
+
+def _encode(entry: dict[str, Any], tokenizer: Tokenizer, chat: bool) -> list[int]:
     if "prompt" in entry:
         text = entry["prompt"]
         if not isinstance(text, str) or not text:
-            raise ValueError(f"its prompt is {text!r}: {forms}, and a text has at least one character")
-        return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text), n
+            raise ValueError(f"its prompt is {text!r}: {_FORMS}, and a text has at least one character")
+        return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     messages = entry["messages"]
     proper = isinstance(messages, list) and all(
         isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
         for one in messages
     )
     if not messages or not proper:
-        raise ValueError(f"its messages are {messages!r:.80}: {forms}")
-    return tokenizer.encode_chat(messages), n
+        raise ValueError(f"its messages are {messages!r:.80}: {_FORMS}")
+    return tokenizer.encode_chat(messages)
 
 
 def read_done(output: Path, hashes: list[str]) -> set[int]:

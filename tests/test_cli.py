@@ -65,6 +65,7 @@ def test_generate_refuses_in_one_line(checkpoint, capsys, options, words):
     [
         ("top_k -1: at least 0", ["--top-k", "-1"], "--top-k -1: at least 0"),
         ("top_k -1: at least 0", ["--prompts", "file"], "top_k -1: at least 0"),
+        ('its "top_k" is "x"', ["--top-k", "-1"], 'its "top_k" is "x"'),
         ("rows 0: at least 1", ["--rows=0"], "--rows 0: at least 1"),
         ("x.jsonl has 3 rows", ["--rows", "3"], "x.jsonl has 3 rows"),
         ("/top_k/x has top_keys", ["--top_k", "3"], "/top_k/x has top_keys"),

@@ -58,21 +58,6 @@ def test_the_scores_of_a_prompt_are_those_of_one_pass_over_it(checkpoint, mesh, 
     assert [one["top"][0][0] for one in scored] == table[:-1].argmax(-1).tolist()
 
 
-def test_lines_of_a_file_ask_for_as_many_answers_as_they_say(checkpoint, capsys, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "n": 2}\n')
-    files = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers", *SAMPLED)
-    assert run(checkpoint, capsys, *files, "--rows", "2")[0] == 0
-    one, two = sorted(map(json.loads, (tmp_path / "answers").read_text().splitlines()), key=lambda line: line["index"])
-    assert "answers" not in one and len(one["tokens"]) == 5
-    assert len(two["answers"]) == 2 and two["answers"][0]["tokens"] != two["answers"][1]["tokens"]
-    assert two["prompt_tokens"] > 1 and "prompt_tokens" not in two["answers"][0]
-    # As the file stands, all is done; with another number of answers it answers other questions.
-    assert "all 2 answers are in" in run(checkpoint, capsys, *files)[2]
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "n": 3}\n')
-    status, _, err = run(checkpoint, capsys, *files)
-    assert status == 2 and "by other options" in err
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -90,10 +75,3 @@ def test_lines_of_a_file_ask_for_as_many_answers_as_they_say(checkpoint, capsys,
 def test_what_could_not_take_effect_is_refused(checkpoint, capsys, options, words):
     status, out, err = run(checkpoint, capsys, "--prompt", "x", *options)
     assert status == 2 and words in err and err.count("\n") == 1 and out == ""
-
-
-def test_a_line_whose_n_is_no_number_is_told(checkpoint, capsys, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n{"prompt": "y", "n": 0}\n')
-    files = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers")
-    status, _, err = run(checkpoint, capsys, *files)
-    assert status == 2 and "prompts.jsonl line 2: its n is 0: a number of answers, at least 1" in err
