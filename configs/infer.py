@@ -78,7 +78,7 @@ class GenerateOptions(AnswerOptions, DeviceOptions):
     save_cache: str | None = None
     """With --prompt, a new folder for the prompt's keys and values, so that it is not read again; for you alone."""
     load_cache: str | None = None
-    """With --prompt, a folder that --save-cache wrote: the prompt goes on from the text that it holds, on any mesh."""
+    """A folder that --save-cache wrote: the prompt, or each, goes on from the text that it holds, on any mesh."""
     n: int = 1
     """Answers to a prompt, which is read once; each draws with a seed one above the last's. Several take --json."""
     chat: bool = False

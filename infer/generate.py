@@ -30,8 +30,10 @@ def check_together(options: GenerateOptions) -> None:
     """Raises ValueError for an option that would have no effect beside the others."""
     caches = options.save_cache is not None or options.load_cache is not None
     if options.prompts is not None:
-        if caches:
-            raise ValueError("--save-cache and --load-cache go with --prompt, not with --prompts")
+        if options.save_cache is not None:
+            raise ValueError("--save-cache goes with --prompt, not with --prompts")
+        if options.prompt_logprobs and caches:
+            raise ValueError("--prompt-logprobs goes without --load-cache: what it holds is not read again")
         if options.json:
             raise ValueError("--json goes with --prompt; answers to --prompts are JSON lines as they are")
         return
@@ -39,9 +41,9 @@ def check_together(options: GenerateOptions) -> None:
         raise ValueError("--output goes with --prompts; the answer to --prompt goes to standard output")
     if options.rows != GenerateOptions.rows and options.n == 1:
         raise ValueError("--rows goes with --prompts, or with --n; one answer is made by itself")
+    if options.prompt_logprobs and caches:
+        raise ValueError("--prompt-logprobs goes without --save-cache and --load-cache")
     for name, asked in (("--n", options.n > 1), ("--prompt-logprobs", options.prompt_logprobs)):
-        if asked and caches:
-            raise ValueError(f"{name} goes without --save-cache and --load-cache")
         if asked and not options.json:
             raise ValueError(f"{name} goes with --json")
     if options.logprobs is not None and not options.json:
@@ -93,9 +95,13 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     engine = loaded.engine(rows=rows, capacity=capacity)
     started = time.perf_counter()
     scored = request.logprobs or 0 if request.prompt_logprobs else None
-    engine.compile(len(prompt), *least_program([request]), held=held, scored=scored)
+    known = held
     if options.save_cache is not None:
-        engine.compile(len(prompt), *least_program([request]), held=len(prompt) - 1)
+        engine.compile(len(prompt), *least_program([request]), held=held)
+        known = len(prompt) - 1
+    if options.n > 1:
+        known = known // engine.page_tokens * engine.page_tokens
+    engine.compile(len(prompt), *least_program([request]), held=known, scored=scored)
     scheduler = Scheduler(engine)
     say(f"prompt {len(prompt)} tokens; compiled in {time.perf_counter() - started:.1f} s")
     session = None if saved is None else restore(saved, scheduler)
@@ -111,6 +117,9 @@ def generate(options: GenerateOptions) -> dict[str, object]:
         started = time.perf_counter()
         keep(options.save_cache, scheduler, session, loaded.reader)
         answers[0].started += time.perf_counter() - started  # What is told of the answer's times is without it.
+    if session is not None and options.n > 1:
+        scheduler.release(session)  # One answer goes on in its row; several share its full pages.
+        session = None
     asked = {"end_ids": tokenizer.end_ids, "streamed": not options.json, "session": session}
     following = {scheduler.submit(prompt, one.config, **asked): one for one in answers}
     for event in scheduler.run():

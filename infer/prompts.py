@@ -5,6 +5,7 @@ import hashlib
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from configs.infer import AnswerOptions, GenerateOptions
 from configs.sampling import RequestConfig
 from infer.answer import Answer, joint_record
-from infer.load import load, say
+from infer.load import load, restore, say
+from infer.saved_cache import SavedCache, read_saved_cache
 from infer.scheduler import Scheduler
 from models.load import open_model
 from models.tokenizer import Tokenizer
@@ -29,15 +31,16 @@ class Asked:
     """What one line of a file of prompts asks for."""
 
     tokens: list[int]
+    """Behind those of a saved cache, where there is one."""
     requests: list[RequestConfig]
     """One an answer."""
     id: Any = None
     """The name that the line gives itself, any JSON value; its answer gets it."""
 
-    @property
-    def hash(self) -> str:
+    def hash(self, saved: SavedCache | None) -> str:
         """Tells whether an answer belongs to it."""
-        asked = [self.tokens, [dataclasses.asdict(one) for one in self.requests], self.id]
+        before = None if saved is None else saved.fingerprint
+        asked = [before, self.tokens, [dataclasses.asdict(one) for one in self.requests], self.id]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -56,48 +59,60 @@ def generate_file(options: GenerateOptions) -> None:
     opened = open_model(options.checkpoint)
     config = opened.config
     tokenizer = opened.tokenizer()
-    prompts = read_prompts(Path(options.prompts), tokenizer, options, config.context_length)
+    saved = None if options.load_cache is None else read_saved_cache(options.load_cache)
+    before = [] if saved is None else saved.tokens
+    prompts = read_prompts(Path(options.prompts), tokenizer, options, config.context_length - len(before))
     output = Path(options.output)
-    hashes = [asked.hash for asked in prompts]
+    hashes = [asked.hash(saved) for asked in prompts]
     done = read_done(output, hashes)
     todo = [number for number in range(len(prompts)) if number not in done]
     if not todo:
         say(f"all {len(prompts)} answers are in {output}")
         return
     longest = max(len(prompts[number].tokens) + prompts[number].requests[0].max_new_tokens for number in todo)
-    capacity = min(config.context_length, longest)
+    capacity = min(config.context_length, len(before) + longest)
     rows = min(options.rows, sum(len(prompts[number].requests) for number in todo))
-    loaded = load(opened, tokenizer, options, rows=rows)
+    loaded = load(opened, tokenizer, options, rows=rows, saved=saved)
     scheduler = Scheduler(loaded.engine(rows=rows, capacity=capacity))
+    if saved is not None:
+        scheduler.release(restore(saved, scheduler))
     following: dict[int, tuple[int, Answer]] = {}
     answers: dict[int, list[Answer]] = {}
-    for number in todo:
-        asked = prompts[number]
-        answers[number] = [Answer(tokenizer, one, len(asked.tokens)) for one in asked.requests]
-        for answer in answers[number]:
-            submitted = scheduler.submit(asked.tokens, answer.config, end_ids=tokenizer.end_ids)
-            following[submitted] = number, answer
+    waiting = deque(todo)
     columns = TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     started, tokens = time.perf_counter(), 0
     with output.open("a") as file, Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=len(todo), rate="")
-        for event in scheduler.run():
-            number, answer = following[event.request]
-            ended = answer.finish_reason is not None
-            answer.follow(event, scheduler)
-            tokens += event.token is not None
-            if not ended and all(one.finish_reason is not None for one in answers[number]):
+        while waiting or following:
+            # Few at a time, since each holds all of its prompt.
+            while waiting and len(following) < 2 * rows:
+                number = waiting.popleft()
+                asked = prompts[number]
+                prompt = before + asked.tokens
+                answers[number] = [Answer(tokenizer, one, len(prompt)) for one in asked.requests]
+                for answer in answers[number]:
+                    submitted = scheduler.submit(prompt, answer.config, end_ids=tokenizer.end_ids)
+                    following[submitted] = number, answer
+            for event in scheduler.step():
+                number, answer = following[event.request]
+                ended = answer.finish_reason is not None
+                answer.follow(event, scheduler)
+                tokens += event.token is not None
+                if event.finish_reason is not None:
+                    del following[event.request]
+                if ended or any(one.finish_reason is None for one in answers[number]):
+                    continue
                 name = {} if prompts[number].id is None else {"id": prompts[number].id}
-                line = {"index": number, **name, "request_hash": hashes[number], **joint_record(answers[number])}
+                line = {"index": number, **name, "request_hash": hashes[number], **joint_record(answers.pop(number))}
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 bar.update(task, advance=1, rate=f"{tokens / (time.perf_counter() - started):.1f} tokens/s")
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer, options: GenerateOptions, context_length: int) -> list[Asked]:
+def read_prompts(path: Path, tokenizer: Tokenizer, options: GenerateOptions, room: int) -> list[Asked]:
     """What each line of the file asks for; `options` hold where it does not say.
 
-    Raises ValueError naming a line that is no prompt, or one that does not fit the context.
+    Raises ValueError naming a line that is no prompt, or one of more than `room` tokens.
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give a file of JSON lines")
@@ -107,8 +122,9 @@ def read_prompts(path: Path, tokenizer: Tokenizer, options: GenerateOptions, con
             continue
         try:
             asked = _read_prompt(line.decode(), tokenizer, options)
-            if not 0 < len(asked.tokens) <= context_length:
-                raise ValueError(f"it has {len(asked.tokens)} tokens: from 1 to {context_length} fit")
+            if not 0 < len(asked.tokens) <= room:
+                behind = f" behind {options.load_cache}" if options.load_cache else ""
+                raise ValueError(f"it has {len(asked.tokens)} tokens: from 1 to {room} fit{behind}")
         except ValueError as error:
             raise ValueError(f"{path} line {number}: {error}") from None
         prompts.append(asked)
@@ -143,8 +159,11 @@ def _read_prompt(line: str, tokenizer: Tokenizer, options: GenerateOptions) -> A
         raise ValueError(f"it has not one of prompt and messages: {_FORMS}")
     own = {name: value for name, value in entry.items() if name not in ("prompt", "messages", "id")}
     options = dataclasses.replace(options, **{name: _own_option(name, value) for name, value in own.items()})
+    if options.prompt_logprobs and options.load_cache is not None:
+        raise ValueError("prompt_logprobs goes without --load-cache: what it holds is not read again")
+    tokens = _encode(entry, tokenizer, options.chat)
     return Asked(
-        tokens=_encode(entry, tokenizer, options.chat),
+        tokens=tokens if options.load_cache is None else tokenizer.going_on(tokens),
         requests=options.request().samples(options.n),
         id=entry.get("id"),
     )

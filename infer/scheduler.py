@@ -157,6 +157,14 @@ class Scheduler:
             self._kept.discard(session.row)
         session.row, session.pages, session.tokens = None, [], []
 
+    def release(self, session: Session, caller: str = "") -> None:
+        """`close`, but what its full pages hold stays known: requests of `caller` whose prompts begin with the
+        session's tokens share them."""
+        if session.row is not None:
+            keys = page_keys(caller, session.tokens, self.engine.page_tokens)
+            self.pages.remember(self._group(session.row), keys, session.pages[: len(keys)])
+        self.close(session)
+
     def _leave(self, row: int) -> None:
         request = self._rows[row]
         assert request is not None
@@ -164,10 +172,7 @@ class Scheduler:
         # The cache holds what was appended; the last token drawn is not in it yet.
         request.session.tokens = request.prompt[: request.done] + request.drawn[:-1]
         if not request.kept:
-            session = request.session
-            keys = page_keys(request.caller, session.tokens, self.engine.page_tokens)
-            self.pages.remember(self._group(row), keys, session.pages[: len(keys)])
-            self.close(session)
+            self.release(request.session, request.caller)
 
     def _admit(self) -> None:
         """In order of arrival: a request that does not fit yet lets none pass it."""

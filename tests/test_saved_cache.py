@@ -1,5 +1,6 @@
 """Caches on disk: in the order of the text, the same bits on every mesh, for their owner and their weights alone."""
 
+import contextlib
 import json
 import shutil
 import stat
@@ -90,6 +91,26 @@ def answer(scheduler, prompt, session=None):
     events = list(scheduler.run())
     numbers = [[event.logprob.logprob, *(value for _, value in event.logprob.top)] for event in events]
     return [event.token for event in events], np.array(numbers)
+
+
+@contextlib.contextmanager
+def counted(engine):
+    """How many tokens each call meanwhile appends."""
+    appended = []
+    append = engine.append_program
+
+    def counting(rows, chunk, **options):
+        program = append(rows, chunk, **options)
+
+        def run(model, state, index, tokens, count):
+            appended.append(int(np.sum(count)))
+            return program(model, state, index, tokens, count)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "append_program", counting)
+        yield appended
 
 
 def arrays_of(folder, length):
@@ -242,20 +263,7 @@ def test_a_row_from_disk_reads_nothing_again_and_leaves_its_neighbours_alone(eng
 
     scheduler = Scheduler(engine)
     session, _ = load_cache(read_saved_cache(tmp_path / "cache"), scheduler)
-    appended = []
-    append = engine.append_program
-
-    def counting(rows, chunk, **options):
-        program = append(rows, chunk, **options)
-
-        def run(model, state, index, tokens, count):
-            appended.append(int(np.sum(count)))
-            return program(model, state, index, tokens, count)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "append_program", counting)
+    with counted(engine) as appended:
         config = RequestConfig(max_new_tokens=5)
         numbers = [
             scheduler.submit(text + question, config, session=session),
@@ -272,6 +280,29 @@ def test_a_row_from_disk_reads_nothing_again_and_leaves_its_neighbours_alone(eng
     scheduler.hold(another)
     with pytest.raises(ValueError, match="none has them free"):
         scheduler.hold(another)
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2}, {"context": 2, "data": 2}], ids=name)
+def test_requests_share_the_full_pages_of_a_session_that_was_released(engine_on, tmp_path, sizes):
+    """Pages are of 16 tokens here, and another caller is told nothing of them."""
+    from configs.sampling import RequestConfig
+    from infer.saved_cache import load_cache, read_saved_cache, save_cache
+    from infer.scheduler import Scheduler
+
+    engine = engine_on(sizes)
+    text, questions = tokens_of(60), [tokens_of(5, seed=seed) for seed in range(1, 4)]
+    save_cache(tmp_path / "cache", *read(engine, text), reader(engine))
+    alone = [answer(Scheduler(engine), text + question)[0] for question in questions]
+    scheduler = Scheduler(engine)
+    session, _ = load_cache(read_saved_cache(tmp_path / "cache"), scheduler)
+    scheduler.release(session)
+    assert session.row is None and all(scheduler.pages.free(g) == engine.group_pages for g in range(engine.groups))
+    for callers, read_again in ((["", "", ""], 3 * [60 % 16 + 5]), (["other"], [60 + 5])):
+        with counted(engine) as appended:
+            for caller, question, right in zip(callers, questions, alone, strict=False):
+                number = scheduler.submit(text + question, RequestConfig(max_new_tokens=5), caller=caller)
+                assert [event.token for event in scheduler.run() if event.request == number] == right
+        assert appended == read_again
 
 
 @pytest.mark.long
@@ -323,7 +354,6 @@ def test_layers_of_all_places_and_of_a_broken_off_period_are_saved(mesh, tmp_pat
 @pytest.fixture(scope="module")
 def command(checkpoint):
     """`command(*options)`: exit status and what `treering generate` said, run here on eight devices."""
-    import contextlib
     import io
 
     import treering
@@ -369,6 +399,33 @@ def test_the_command_goes_on_from_a_cache_on_another_mesh(cache, command, engine
     status, out, err = command("--prompt", "!", "--load-cache", tmp_path / "longer", *mesh)
     expected, _ = answer(Scheduler(engine_on({"context": 4, "tensor": 2})), longer + tokenizer.encode("!")[1:])
     assert json.loads(out)["tokens"] == expected
+
+
+def test_many_questions_are_asked_of_one_cache(cache, command, tmp_path):
+    sampled = ("--load-cache", cache, "--temperature", "1", "--max-new-tokens", "4")
+    alone = []
+    for question, seed in ((" Paris", 7), (" Paris", 8), ("!", 0)):
+        status, out, err = command("--prompt", question, *sampled, "--seed", seed, "--json")
+        assert status == 0, err
+        alone.append(json.loads(out))
+    status, out, err = command("--prompt", " Paris", *sampled, "--seed", 7, "--n", 2, "--json")
+    assert status == 0, err
+    assert [one["tokens"] for one in json.loads(out)["answers"]] == [one["tokens"] for one in alone[:2]]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": " Paris", "n": 2, "seed": 7}\n{"prompt": "!"}\n')
+    files = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers")
+    status, _, err = command(*files, *sampled)
+    assert status == 0, err
+    two, one = sorted(map(json.loads, (tmp_path / "answers").read_text().splitlines()), key=lambda one: one["index"])
+    assert [*(one["tokens"] for one in two["answers"]), one["tokens"]] == [one["tokens"] for one in alone]
+    assert (two["prompt_tokens"], one["prompt_tokens"]) == (alone[0]["prompt_tokens"], alone[2]["prompt_tokens"])
+    # Saved on the way, for several.
+    saving = ("--save-cache", tmp_path / "longer")
+    status, out, err = command("--prompt", " Paris", *sampled, "--seed", 7, "--n", 2, "--json", *saving)
+    assert [one["tokens"] for one in json.loads(out)["answers"]] == [one["tokens"] for one in alone[:2]]
+    assert len(json.loads((tmp_path / "longer" / "cache.json").read_text())["tokens"]) == alone[0]["prompt_tokens"]
+    # Without the cache, or with a longer one, they are other prompts.
+    status, _, err = command(*files, *sampled[2:])
+    assert status == 2 and "answers other prompts" in err
 
 
 def test_a_conversation_goes_on_from_a_cache_and_begins_anew_behind_it(cache, engine_on, checkpoint):
@@ -543,7 +600,12 @@ def test_what_cannot_be_done_is_told_before_any_work(cache, command, checkpoint,
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thing").write_text("only copy")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
-    many = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 400}))
+    (tmp_path / "scored.jsonl").write_text('{"prompt": "x", "prompt_logprobs": true}')
+    many, long, scored = (
+        ("--prompts", tmp_path / f"{name}.jsonl", "--output", tmp_path / "answers")
+        for name in ("prompts", "long", "scored")
+    )
     (tmp_path / "my.partial" / "layers").mkdir(parents=True)
     (tmp_path / "my.partial" / "layers" / "thing").write_text("only copy")
     held = len(json.loads((cache / "cache.json").read_text())["tokens"])
@@ -557,12 +619,20 @@ def test_what_cannot_be_done_is_told_before_any_work(cache, command, checkpoint,
         (("--prompt", "x", "--load-cache", checkpoint), "is a checkpoint, and no saved cache"),
         (("--prompt", "x", "--load-cache", tmp_path / "prompts.jsonl"), "prompts.jsonl is no saved cache"),
         (("--prompt", "x" * 400, "--load-cache", cache), f"tokens, {held} of them in {cache}, and the model's context"),
-        ((*many, "--load-cache", cache), "go with --prompt, not with --prompts"),
-        ((*many, "--save-cache", tmp_path / "new"), "go with --prompt, not with --prompts"),
+        ((*many, "--load-cache", tmp_path / "mine"), "mine is no saved cache"),
+        ((*many, "--load-cache", cache, "--prompt-logprobs"), "--prompt-logprobs goes without --load-cache"),
+        (
+            (*long, "--load-cache", cache),
+            f"long.jsonl line 1: it has 400 tokens: from 1 to {256 - held} fit behind {cache}",
+        ),
+        ((*scored, "--load-cache", cache), "scored.jsonl line 1: prompt_logprobs goes without --load-cache"),
+        ((*many, "--save-cache", tmp_path / "new"), "--save-cache goes with --prompt, not with --prompts"),
     ):
         status, out, err = command(*options)
         assert status == 2 and words in err and err.count("\n") == 1 and out == "", err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "my.partial", "prompts.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("long.jsonl", "mine", "my.partial", "prompts.jsonl", "scored.jsonl")
+    ]
     assert (tmp_path / "mine" / "thing").read_text() == "only copy"
 
 
