@@ -28,6 +28,9 @@ from layers.tree import Scheme, tree_combine
 
 QUERY_TILE = 256
 """Queries that attend together where they are many."""
+MANY_QUERIES = 128
+"""Queries a row from which a step takes `KEY_TILE` keys: larger products, for a copy of the keys. For fewer a page."""
+KEY_TILE = 512
 NO_PAGE = 2**31 - 1
 """A page past every pool, which is neither read nor written."""
 
@@ -297,7 +300,8 @@ def _attend(
     """Each row's queries over this device's slots of the row's filled pages.
 
     The filled pages of all rows make one list of work, taken `batch` pages at a time: rows of any lengths share the
-    steps, and an empty page is never read.
+    steps, and an empty page is never read. Where queries are many an item is several pages of a row instead, laid side
+    by side.
     """
     batch, seq, heads, head_dim = q.shape
     _, _, kv_heads, slots, _ = values.shape
@@ -317,24 +321,28 @@ def _attend(
     if mask.window is not None:
         oldest = jnp.min(jnp.where(positions >= 0, positions, newest[:, None]), axis=1)
         first = jnp.minimum(jnp.maximum(oldest - mask.window + 1, 0) // (slots * devices), last)
-    ends = jnp.cumsum(last - first)
-    starts = ends - (last - first)
+    together = min(max(KEY_TILE // slots, 1), table.shape[1]) if seq >= MANY_QUERIES else 1
+    steps = -(-(last - first) // together)
+    ends = jnp.cumsum(steps)
+    starts = ends - steps
 
     def step(index, carry):
         peak, total, out = carry
         item = index * batch + jnp.arange(batch)
         row = jnp.minimum(jnp.searchsorted(ends, item, side="right", method="compare_all"), batch - 1)
-        row_page = first[row] + item - starts[row]
-        page = table[row, jnp.clip(row_page, 0, table.shape[1] - 1)]
-        k = keys[layer, page].astype(q.dtype)
-        v = values[layer, page].astype(q.dtype)
+        begin = first[row] + (item - starts[row]) * together
+        row_page = begin[:, None] + jnp.arange(together)[None, :]
+        page = table[row[:, None], jnp.clip(row_page, 0, table.shape[1] - 1)]
+        k = jnp.moveaxis(keys[layer, page].astype(q.dtype), 1, 3).reshape(batch, kv_heads, head_dim, -1)
+        v = jnp.moveaxis(values[layer, page].astype(q.dtype), 1, 2).reshape(batch, kv_heads, -1, head_dim)
         scores = jnp.einsum("bkqd,bkds->bkqs", grouped[row], k, preferred_element_type=wide)
         if not scaled_early:
             scores = scores * scale
         if mask.softcap is not None:
             scores = mask.softcap * jnp.tanh(scores / mask.softcap)
-        kv_positions = (row_page[:, None] * slots + jnp.arange(slots)[None, :]) * devices + rank
-        # Slots not yet written lie after every query's position, so causality hides them too.
+        kv_slots = row_page[:, :, None] * slots + jnp.arange(slots)[None, None, :]
+        kv_positions = kv_slots.reshape(batch, -1) * devices + rank
+        # Slots not yet written, and pages past the last, lie after every query's position: causality hides them too.
         seen = visible(mask, q_positions[row], kv_positions) & (item < ends[-1])[:, None, None]
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
         # Items of one row meet in its running maximum and sums.

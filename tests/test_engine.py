@@ -75,9 +75,14 @@ def test_prefill_and_decode_equal_one_pass(folder, mesh, oracle, sizes):
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 16])
 def test_any_chunk_size_gives_the_same_logits(folder, mesh, oracle, chunk, monkeypatch):
-    from infer import chunks as module
+    """Rows of several pages, of which the larger chunks take two at a time, where a pair may end past the last."""
+    from infer import chunks, engine
+    from layers import cache
 
-    monkeypatch.setattr(module, "PREFILL_CHUNKS", (chunk,))
+    monkeypatch.setattr(chunks, "PREFILL_CHUNKS", (chunk,))
+    monkeypatch.setattr(engine, "PAGE_SLOTS", 2)
+    monkeypatch.setattr(cache, "MANY_QUERIES", 5)
+    monkeypatch.setattr(cache, "KEY_TILE", 4)
     rows, logits = oracle
     engine = make_engine(folder, mesh, {"context": 4}, batch=1, capacity=46)
     state = engine.empty_state()

@@ -35,12 +35,14 @@ def make_engine(folder, mesh, sizes, *, long, least=1, **options):
 
 @pytest.fixture
 def small_pages(monkeypatch):
-    """Rows of several pages, and queries in several tiles."""
+    """Rows of several pages, taken two at a time, and queries in several tiles."""
     from infer import engine
     from layers import cache
 
     monkeypatch.setattr(engine, "PAGE_SLOTS", 4)
     monkeypatch.setattr(cache, "QUERY_TILE", 8)
+    monkeypatch.setattr(cache, "MANY_QUERIES", 8)
+    monkeypatch.setattr(cache, "KEY_TILE", 8)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=name)
