@@ -22,10 +22,12 @@ AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
 def order_divisor(order: str, p: int) -> int:
     """What the length must be a multiple of, so that `p` ranks hold equal shares in `order`.
 
-    Raises ValueError for a name that is no order.
+    Raises ValueError for a name that is no order, and for less than one rank.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: the orders are {', '.join(ORDERS)}")
+    if p < 1:
+        raise ValueError(f"p {p}: there must be at least 1 rank")
     return 2 * p if order == "zigzag" else p
 
 
@@ -66,6 +68,7 @@ def to_order(x: AnyArray, order: Order, p: int, *, dim: int = 1) -> AnyArray:
     """
     if order == "contiguous":
         return x
+    dim = _from_the_front(x, dim)
     check_order(order, p, x.shape[dim])
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     share = x.shape[dim] // p
@@ -80,6 +83,7 @@ def from_order(x: AnyArray, order: Order, p: int, *, dim: int = 1) -> AnyArray:
     """Moves the tokens along `dim` back into token order: the inverse of `to_order`."""
     if order == "contiguous":
         return x
+    dim = _from_the_front(x, dim)
     check_order(order, p, x.shape[dim])
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     share = x.shape[dim] // p
@@ -103,6 +107,12 @@ def dealt_tokens(starts: Int[Array, "batch"], p: int, length: int) -> Int[Array,
 def dealt_places(starts: Int[Array, "batch"], p: int, length: int, tokens: Int[Array, "batch"]) -> Int[Array, "batch"]:
     """Where one token of each run stands: the inverse of `dealt_tokens`."""
     return (starts + tokens) % p * (length // p) + tokens // p
+
+
+def _from_the_front(x: AnyArray, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim {dim}: x of shape {x.shape} has dims {-x.ndim} to {x.ndim - 1}")
+    return dim % x.ndim
 
 
 def _halves(x: AnyArray, dim: int) -> tuple[AnyArray, AnyArray]:

@@ -62,6 +62,19 @@ def test_runs_that_go_on_are_dealt_to_the_ranks_of_their_positions(p):
             assert row[int(place[0])] == token
 
 
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+def test_dims_counted_from_the_end(order):
+    x = np.arange(2 * 16 * 16).reshape(2, 16, 16)
+    for dim in (1, 2):
+        moved = to_order(x, order, 4, dim=dim)
+        np.testing.assert_array_equal(to_order(x, order, 4, dim=dim - 3), moved)
+        np.testing.assert_array_equal(from_order(moved, order, 4, dim=dim - 3), x)
+    with pytest.raises(ValueError, match=r"dim 3: x of shape \(2, 16, 16\) has dims -3 to 2"):
+        to_order(x, order, 4, dim=3)
+    with pytest.raises(ValueError, match="p 0: there must be at least 1 rank"):
+        to_order(x, order, 0)
+
+
 def test_lengths_that_do_not_divide():
     with pytest.raises(ValueError, match=r"seq 20 in zigzag order over 3 devices.*multiple of 6.*18 and 24"):
         to_order(np.zeros((1, 20)), "zigzag", 3)
