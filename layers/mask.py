@@ -10,7 +10,9 @@ the class it is known before the program runs (`static_class`), else it follows 
 """
 
 import enum
+import math
 from dataclasses import dataclass
+from numbers import Integral
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -31,14 +33,22 @@ class Mask:
     """What scores are multiplied by; None for 1 / sqrt(head_dim)."""
 
     def __post_init__(self):
+        if self.window is not None and not (isinstance(self.window, Integral) and self.window < 2**31):
+            raise ValueError(f"window {self.window}: it must be an integer below 2**31 (None for no window)")
         if self.window is not None and self.window < 1:
             raise ValueError(
                 f"window {self.window}: a window holds at least the query's own position (None for no window)"
             )
         if self.window is not None and not self.causal:
             raise ValueError(f"window {self.window} without causal: a window looks back from the query's position")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap {self.softcap}: it must be above 0 (None for no cap)")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap {self.softcap}: it must be above 0 and finite (None for no cap)")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ValueError(f"scale {self.scale}: it must be finite (None for 1 / sqrt(head_dim))")
+        # NumPy's float64 would widen float32 scores where float64 is on.
+        for name in ("softcap", "scale"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
 
     def score_scale(self, head_dim: int) -> float:
         """The factor on scores for heads of `head_dim`."""

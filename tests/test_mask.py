@@ -37,7 +37,17 @@ def test_an_empty_slot_is_never_seen():
 
 
 @pytest.mark.parametrize(
-    "bad", [dict(window=0), dict(window=3, causal=False), dict(softcap=0.0), dict(softcap=-1.0)], ids=str
+    "bad",
+    [
+        dict(window=0),
+        dict(window=2**31),
+        dict(window=3, causal=False),
+        dict(softcap=0.0),
+        dict(softcap=-1.0),
+        dict(softcap=float("inf")),
+        dict(scale=float("nan")),
+    ],
+    ids=str,
 )
 def test_masks_that_cannot_be(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
