@@ -64,6 +64,7 @@ def local_attention(
         if kv_positions is None:
             kv_positions = jnp.arange(kv_seq, dtype=jnp.int32)[None]
         pairs = Pairs(kind, q_positions, kv_positions, q_segments, kv_segments)
+    pairs = jax.tree.map(jnp.asarray, pairs)
     axes = varying_axes(q, k, v, pairs)
     q, k, v, pairs = vary_over(axes, (fold_queries(q, k.shape[2]), fold_keys(k), fold_keys(v), pairs))
     with jax.named_scope("local_attention"):
@@ -139,12 +140,16 @@ def unfold_partial(partial: Partial) -> Partial:
 
 
 def check_shapes(q: Array, k: Array, v: Array) -> None:
-    """Raises ValueError where q, k and v do not fit each other."""
+    """Raises ValueError where q, k and v are not floating, hold nothing, or do not fit each other."""
     for name, x, dims in (("q", q, "batch seq"), ("k", k, "batch kv_seq kv"), ("v", v, "batch kv_seq kv")):
         if x.ndim != 4:
             raise ValueError(
                 f"{name} has shape {x.shape}: it must be [{dims}{'_' if name != 'q' else ' '}heads head_dim]"
             )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {x.dtype}: it must be floating, such as bfloat16 or float32")
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}: every dim must be at least 1")
     if k.shape != v.shape:
         raise ValueError(f"k {k.shape} and v {v.shape}: both must be [batch kv_seq kv_heads head_dim]")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -159,7 +164,11 @@ def check_shapes(q: Array, k: Array, v: Array) -> None:
 
 
 def check_token_data(name: str, x: Array | None, batch: int, length: int) -> None:
-    """Raises ValueError where positions or segments are not one a token."""
-    if x is not None and x.shape != (batch, length):
+    """Raises ValueError where positions or segments are not one a token, or not int32 or int64."""
+    if x is None:
+        return
+    if x.shape != (batch, length):
         dims = "[batch kv_seq]" if name.startswith("kv") else "[batch seq]"
         raise ValueError(f"{name} has shape {x.shape}: it must be {dims}, here {(batch, length)}")
+    if x.dtype not in (jnp.int32, jnp.int64):
+        raise ValueError(f"{name} has dtype {x.dtype}: it must be int32 or int64")

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from layers.blockwise import check_shapes, check_token_data
 from layers.mask import Mask, visible
 from layers.partial import Partial, statistics_dtype
 
@@ -22,9 +23,17 @@ def dense_partial(
 
     All arithmetic is in the statistics' dtype, so float64 stays float64. Positions and segments are `[batch seq]` and
     `[batch kv_seq]`; positions default to 0, 1, 2, ... A row that sees no key is (0, -inf), with finite gradients.
+    Raises ValueError, naming dims and sizes, where shapes do not fit each other.
     """
+    check_shapes(q, k, v)
     batch, seq, heads, head_dim = q.shape
     kv_seq, kv_heads = k.shape[1:3]
+    check_token_data("q_positions", q_positions, batch, seq)
+    check_token_data("kv_positions", kv_positions, batch, kv_seq)
+    check_token_data("q_segments", q_segments, batch, seq)
+    check_token_data("kv_segments", kv_segments, batch, kv_seq)
+    if (q_segments is None) != (kv_segments is None):
+        raise ValueError("q_segments and kv_segments: give both or neither (all 1 where one side is one document)")
     dtype = statistics_dtype(q.dtype)
     grouped = q.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim).astype(dtype)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k.astype(dtype)) * mask.score_scale(head_dim)
@@ -60,6 +69,9 @@ def dense_attention(
     segments: Int[Array, "..."] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Self-attention on one device with every score in memory; arguments as `ring_attention`, without a mesh."""
+    check_shapes(q, k, v)
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(f"seq {q.shape[1]} of q and {k.shape[1]} of k: self-attention takes one sequence")
     return dense_partial(
         q,
         k,

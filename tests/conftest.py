@@ -26,6 +26,7 @@ os.environ["XLA_FLAGS"] = (
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
@@ -48,6 +49,14 @@ def x64() -> Iterator[None]:
     """float64 and int64 for the length of one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Functions as users call them: without the checks of annotations that tests add."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

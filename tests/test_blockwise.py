@@ -222,6 +222,33 @@ def test_lse_alone_has_a_gradient(x64):
     assert error(got, want) < 1e-13
 
 
+def test_numbers_of_numpy(x64, unchecked):
+    """In a mask, where a strong float64 would widen float32 scores, and as positions."""
+    q, k, v = (x.astype(jnp.float32) for x in arrays(batch=1))
+    mask = Mask(scale=np.float64(0.3), softcap=np.float64(2), window=np.int64(9))
+    positions = np.arange(q.shape[1])[None]
+    partial = local_attention(q, k, v, mask=mask, q_positions=positions, kv_positions=positions)
+    want = dense_partial(q, k, v, mask=Mask(scale=0.3, softcap=2.0, window=9))
+    assert partial.lse.dtype == want.lse.dtype == jnp.float32
+    assert error(partial.out, want.out) < 2e-6
+
+
+@pytest.mark.parametrize("attend", [local_attention, dense_partial], ids=["local", "dense"])
+def test_what_holds_no_attention_is_refused(attend, unchecked):
+    q, k, v = arrays(batch=2)
+    with pytest.raises(ValueError, match="q has dtype int32: it must be floating"):
+        attend(q.astype(int), k, v)
+    with pytest.raises(ValueError, match=r"k has shape .* 0, .*every dim must be at least 1"):
+        attend(q, k[:, :, :0], v[:, :, :0])
+    for dtype in (jnp.float32, jnp.uint32, jnp.int8):
+        with pytest.raises(ValueError, match=rf"q_positions has dtype {dtype.__name__}: it must be int32"):
+            attend(q, k, v, q_positions=jnp.zeros(q.shape[:2], dtype))
+    with pytest.raises(ValueError, match=r"kv_positions has shape \(32,\)"):
+        attend(q, k, v, kv_positions=jnp.arange(32))
+    with pytest.raises(ValueError, match="q_segments and kv_segments: give both or neither"):
+        attend(q, k, v, q_segments=jnp.ones(q.shape[:2], jnp.int32))
+
+
 def test_errors_name_dims_and_sizes():
     q, k, v = arrays(batch=2, heads=6, kv_heads=4)
     with pytest.raises(ValueError, match=r"kv_heads 4 does not divide heads 6.*1, 2, 3, 6"):
