@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from layers.mask import Mask, visible
+from layers.partial import statistics_dtype
 
 
 def attention_energy(
@@ -26,7 +27,14 @@ def attention_energy(
     25 and 26; heads as a leading dim, over which the energy sums, 27 and 28. `logsumexp` reduces in any grouping, and a
     gradient costs about what its function costs: so attention over p devices takes one reduction of depth log p
     (theorem 1). Second derivatives in `source` are covariances of v under the attention weights (equation 20).
+    Scores and their sum are in the statistics' dtype. Raises ValueError where the shapes do not fit each other.
     """
+    if q.shape != source.shape or k.shape != v.shape or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}, source {source.shape}: q and source must be [*rows seq head_dim], "
+            f"k and v [*rows kv_seq head_dim]"
+        )
+    q, k, v, source = (x.astype(statistics_dtype(x.dtype)) for x in (q, k, v, source))
     scores = jnp.einsum("...qd,...kd->...qk", q, k) + jnp.einsum("...qd,...kd->...qk", source, v)
     if causal:
         seen = visible(Mask(), jnp.arange(q.shape[-2]), jnp.arange(k.shape[-2]))

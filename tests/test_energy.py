@@ -43,6 +43,20 @@ def test_every_query_and_head(causal, heads):
     close(got, want[0].swapaxes(0, 1))
 
 
+def test_sums_of_bfloat16_are_float32():
+    q, k, v = (jax.random.normal(key, (300, 8), jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3))
+    energy = attention_energy(q, k, v, jnp.zeros_like(q))
+    want = attention_energy(*(x.astype(jnp.float32) for x in (q, k, v, jnp.zeros_like(q))))
+    assert energy.dtype == jnp.float32 and abs(energy - want) < 1e-5 * abs(want)
+
+
+def test_shapes_that_do_not_fit(unchecked):
+    x = jnp.ones((2, 5, 4))
+    for bad in ((x, x[:1], x[:1], x), (x, x, x[:, :1], x), (x, x, x, x[:, :1]), (x, x[..., :2], x[..., :2], x)):
+        with pytest.raises(ValueError, match=r"q and source must be \[\*rows seq head_dim\], k and v"):
+            attention_energy(*bad)
+
+
 def test_by_differences_alone():
     """Not by the gradient of a program: the derivative's definition, one coordinate at a time."""
     q, k, v = draw((1, 4), (20, 4), (20, 4))
