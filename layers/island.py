@@ -71,14 +71,14 @@ def island(
 
     specs = (heads, heads, heads, tokens, PartitionSpec(batch_axes, None))
     rows = PartitionSpec(batch_axes, axis, head_axes)
-    arrays = (_placed(x, mesh, spec) for x, spec in zip((q, k, v, data, everyone), specs, strict=True))
+    arrays = (placed(x, mesh, spec) for x, spec in zip((q, k, v, data, everyone), specs, strict=True))
     out, lse = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(heads, rows))(*arrays)
     # As q came, so out goes; where padding is cut off, no axis divides what remains.
-    out, lse = _placed(out, mesh, home), _placed(lse, mesh, PartitionSpec(*home[:3]))
+    out, lse = placed(out, mesh, home), placed(lse, mesh, PartitionSpec(*home[:3]))
     return Partial(out[:, :length], lse[:, :length]) if padding else Partial(out, lse)
 
 
-def _placed(tree: T, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> T:
+def placed(tree: T, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> T:
     """Puts arrays where they are needed, where a mesh's Explicit axes leave that to the caller."""
     if AxisType.Explicit not in mesh.axis_types:
         return tree
@@ -95,10 +95,12 @@ def mesh_axes(
 ) -> tuple[str, ...]:
     """The axes asked for, or those of the default that the mesh has.
 
-    Raises ValueError where an axis asked for is not the mesh's, or shards another dim already.
+    Raises ValueError where an axis asked for is not the mesh's, comes twice, or shards another dim already.
     """
     if asked is None:
         return tuple(name for name in default if name in mesh.shape and name not in taken)
+    if isinstance(asked, str) or len(set(asked)) < len(asked):
+        raise ValueError(f"{argument} {asked!r}: it must be a tuple of different axes, of {', '.join(mesh.shape)}")
     for name in asked:
         if name not in mesh.shape:
             raise ValueError(f"{argument} {asked}: the mesh has no axis {name!r} (it has {', '.join(mesh.shape)})")

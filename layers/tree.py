@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from layers.blockwise import check_shapes, check_token_data, local_attention
-from layers.island import check_divides, mesh_axes
+from layers.island import check_divides, mesh_axes, placed
 from layers.mask import Mask
 from layers.message import Route, exchange
 from layers.partial import Partial, merge_stacked, statistics_dtype
@@ -58,7 +58,7 @@ def choose_scheme(
     """
     inner = p if inner is None else inner
     far = inner < p
-    if far:
+    if inner != p:
         _check_inner(p, inner, 1)
     if launch_bytes is None:
         launch_bytes = LAUNCH_BYTES_FAR if far else LAUNCH_BYTES_NEAR
@@ -102,6 +102,14 @@ def _check_inner(p: int, inner: int, least: int, *, below: bool = False) -> None
         )
 
 
+def wire_dtype_or(default: jnp.dtype, asked: DTypeLike | None) -> jnp.dtype:
+    """What outputs travel as. Raises ValueError where that holds no fractions."""
+    wire = default if asked is None else jnp.dtype(asked)
+    if not jnp.issubdtype(wire, jnp.floating):
+        raise ValueError(f"wire_dtype {wire}: it must be floating, such as bfloat16 or float32")
+    return wire
+
+
 def tree_combine(
     partial: Partial,
     axis: str,
@@ -121,7 +129,7 @@ def tree_combine(
     """
     p, heads = lax.axis_size(axis), partial.out.shape[2]
     check_scheme(scheme, p=p, heads=heads, inner=inner)
-    wire = partial.out.dtype if wire_dtype is None else jnp.dtype(wire_dtype)
+    wire = wire_dtype_or(partial.out.dtype, wire_dtype)
     lse = partial.lse.astype(jnp.promote_types(partial.lse.dtype, statistics_dtype(wire)))
     if p == 1 and scheme in HEAD_SHARDED:
         return Partial(partial.out.astype(lse.dtype), lse)
@@ -221,7 +229,7 @@ def tree_partial(
             f"seq {seq} queries stand at the end of kv_seq {kv_seq} keys: there are more; give q_positions"
         )
     wide = statistics_dtype(q.dtype)
-    wire = wide if wire_dtype is None else jnp.dtype(wire_dtype)
+    wire = wire_dtype_or(wide, wire_dtype)
     shard_heads = heads // math.prod(mesh.shape[a] for a in head_axes)
     if scheme == "auto":
         scheme = choose_scheme(
@@ -272,13 +280,16 @@ def tree_partial(
     out_heads = (*head_axes, axis) if scheme in HEAD_SHARDED else head_axes
     tokens, kv_tokens = PartitionSpec(batch_axes), PartitionSpec(batch_axes, axis)
     kv_spec = PartitionSpec(batch_axes, axis, head_axes)
+    q_spec = PartitionSpec(batch_axes, None, head_axes)
     specs = None if data is None else (tokens, kv_tokens, *((None, None) if segments is None else (tokens, kv_tokens)))
+    if data is not None:
+        data = tuple(placed(x, mesh, spec) for x, spec in zip(data, (tokens, kv_tokens) * 2, strict=True))
     return jax.shard_map(
         island,
         mesh=mesh,
-        in_specs=(PartitionSpec(batch_axes, None, head_axes), kv_spec, kv_spec, specs),
+        in_specs=(q_spec, kv_spec, kv_spec, specs),
         out_specs=PartitionSpec(batch_axes, None, out_heads),
-    )(q, k, v, data)
+    )(placed(q, mesh, q_spec), *placed((k, v), mesh, kv_spec), data)
 
 
 def tree_attention(

@@ -297,7 +297,7 @@ def test_documents_and_windows_are_skipped(mesh):
 
 
 @pytest.mark.parametrize("attend", [ring_attention, gather_attention], ids=["ring", "gather"])
-def test_errors_name_dims_and_sizes(attend, mesh):
+def test_errors_name_dims_and_sizes(attend, mesh, unchecked):
     q, k, v, _ = arrays(batch=2, heads=4, kv_heads=2, dtype="float32")
     here = mesh(context=4, tensor=2)
     with pytest.raises(ValueError, match=r"kv_heads 3 does not divide heads 4.*1, 2, 4"):
@@ -310,6 +310,9 @@ def test_errors_name_dims_and_sizes(attend, mesh):
         attend(q, k, v, mesh=here, axis="sequence")
     with pytest.raises(ValueError, match=r"batch_axes \('rows',\): the mesh has no axis 'rows'"):
         attend(q, k, v, mesh=here, batch_axes=("rows",))
+    for same in ("data", ("data", "data")):
+        with pytest.raises(ValueError, match=r"batch_axes .*it must be a tuple of different axes, of data, fsdp"):
+            attend(q, k, v, mesh=here, batch_axes=same)
     with pytest.raises(ValueError, match=r"head_axes \('context',\): axis 'context' shards another dim already"):
         attend(q, k, v, mesh=here, head_axes=("context",))
     with pytest.raises(ValueError, match=r"batch 2 over mesh axes data, fsdp of size 8.*1, 2"):

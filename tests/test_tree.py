@@ -517,6 +517,7 @@ def test_every_choice_fits(p, batch, seq, heads, head_sharded, inner_place):
         (dict(positions=(2, 30)), r"positions has shape \(2, 30\): it must be \[batch kv_seq\], here \(2, 31\)"),
         (dict(positions=(2, 31)), r"without q_positions"),
         (dict(q_positions=(2, 2)), r"q_positions has shape \(2, 2\): it must be \[batch seq\]"),
+        (dict(wire_dtype="int8"), r"wire_dtype int8: it must be floating"),
         (dict(segments=(2, 31)), r"segments and q_segments: give both"),
     ],
 )
@@ -538,6 +539,22 @@ def test_tensor_axis_larger_than_kv_heads_names_the_context_axis(mesh):
     (q, k, v), _ = arrays(Case(2, heads=(8, 1)), jnp.float32)
     with pytest.raises(ValueError, match=r"kv_heads 1 over mesh axes tensor of size 2.*that work: 1; the context"):
         jax.eval_shape(lambda q, k, v: tree_attention(q, k, v, mesh=mesh(context=2, tensor=2)), q, k, v)
+
+
+def test_a_choice_names_groups_that_fit():
+    with pytest.raises(ValueError, match=r"inner 12: .*sizes that work: 1, 2, 4, 8"):
+        choose_scheme(p=8, batch=1, seq=1, heads=8, head_dim=8, itemsize=4, inner=12)
+
+
+@pytest.mark.parametrize("kv_seq", [32, 31])
+def test_explicit_axes(kv_seq, x64):
+    """A mesh as `jax.make_mesh` makes it by default, and arrays that lie elsewhere."""
+    here = jax.make_mesh((2, 4), ("data", "context"))
+    assert jax.sharding.AxisType.Explicit in here.axis_types
+    case = Case(4, batch=2, kv_seq=kv_seq)
+    (q, k, v), data = arrays(case, jnp.float32)
+    out = jax.jit(lambda q, k, v: tree_attention(q, k, v, mesh=here))(q, k, v)
+    assert error(out, dense(case, q, k, v, data).out) < 2e-6
 
 
 def test_a_mesh_of_one_axis(x64):
