@@ -28,11 +28,19 @@ class SamplingConfig:
 
     def __post_init__(self):
         bounds = (
-            ("temperature", self.temperature >= 0, "at least 0 (0 takes the likeliest token)"),
+            (
+                "temperature",
+                0 <= self.temperature <= MAX_FACTOR,
+                f"at least 0 (0 takes the likeliest token) and at most {MAX_FACTOR:g}",
+            ),
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1 keeps all)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1 (0 keeps all)"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 changes nothing)"),
+            (
+                "repetition_penalty",
+                1 / MAX_FACTOR <= self.repetition_penalty <= MAX_FACTOR,
+                f"from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g} (1 changes nothing)",
+            ),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2 (0 changes nothing)"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2 (0 changes nothing)"),
             ("seed", 0 <= self.seed < 2**32, "from 0 to 4294967295"),
@@ -86,6 +94,8 @@ class RequestConfig:
         ]
 
 
+MAX_FACTOR = 1e6
+"""Of temperature and repetition penalty: logits overflow far beyond it."""
 MAX_SAMPLES = 1024
 """Answers to one prompt."""
 MAX_LOGPROBS = 20

@@ -17,6 +17,8 @@ from layers.sharding import array_field
 
 MAX_ENDS = 8
 """End tokens that a row is stopped at on device."""
+COLDEST = 1e-20
+"""Lower temperatures choose as this one does, and logits divided by them may overflow."""
 
 
 class Rows(eqx.Module):
@@ -77,8 +79,8 @@ class Rows(eqx.Module):
             ends=ends,
             sampling=SamplingRows(
                 seed=one(sampling.seed, np.uint32),
-                temperature=one(sampling.temperature),
-                top_k=one(sampling.top_k, np.int32),
+                temperature=one(sampling.temperature and max(sampling.temperature, COLDEST)),
+                top_k=one(min(sampling.top_k, vocab), np.int32),
                 top_p=one(sampling.top_p),
                 min_p=one(sampling.min_p),
                 repetition_penalty=one(sampling.repetition_penalty),

@@ -1,6 +1,7 @@
 """Choosing tokens: Hugging Face's processors and warpers as the oracle, and the same draw on every mesh."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,9 @@ def test_logprobs_are_those_of_the_raw_distribution():
         ("min_p", 2.0),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
+        ("repetition_penalty", 1e300),
+        ("repetition_penalty", 1e-300),
+        ("temperature", 1e300),
         ("presence_penalty", 2.5),
         ("frequency_penalty", -2.5),
         ("seed", -1),
@@ -211,5 +215,19 @@ def test_logprobs_are_those_of_the_raw_distribution():
 def test_settings_outside_their_bounds_are_refused_by_name(setting, value):
     from configs.sampling import SamplingConfig
 
-    with pytest.raises(ValueError, match=f"{setting} {value}: it must be"):
+    with pytest.raises(ValueError, match=re.escape(f"{setting} {value}: it must be")):
         SamplingConfig(**{setting: value})
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1.0, "top_k": 10**12}, {"temperature": 2e-38}])
+def test_settings_far_beyond_what_could_matter_choose_as_the_nearest_that_does(mesh, settings):
+    """More tokens than there are are all; temperatures that would make logits overflow take the likeliest."""
+    from configs.sampling import SamplingConfig
+    from infer.rows import Rows
+    from infer.sampling import draw
+
+    same = {"temperature": 1.0} if "top_k" in settings else {"temperature": 1e-6}
+    logits, plan = random_logits(1) * 10, plan_of(mesh, context=1)
+    rows = [Rows.of_request([1], 1, [], SamplingConfig(**one), VOCAB).sampling for one in (settings, same)]
+    one, other = (draw(logits, jax.tree.map(jnp.asarray, row), jnp.zeros(1, jnp.int32), "full", plan) for row in rows)
+    assert one == other
