@@ -1,15 +1,17 @@
 """`treering generate CKPT --prompts FILE --output FILE`: many prompts side by side, resumable."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TextIO, get_type_hints
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,10 +22,9 @@ from infer.answer import Answer, joint_record
 from infer.load import load, restore, say
 from infer.saved_cache import SavedCache, read_saved_cache
 from infer.scheduler import Scheduler
+from models.checkpoint import alone_in
 from models.load import open_model
 from models.tokenizer import Tokenizer
-
-_BEGIN = '{"index": '
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,9 @@ def generate_file(options: GenerateOptions) -> None:
     before = [] if saved is None else saved.tokens
     prompts = read_prompts(Path(options.prompts), tokenizer, options, config.context_length - len(before))
     output = Path(options.output)
-    hashes = [asked.hash(saved) for asked in prompts]
-    done = read_done(output, hashes)
+    beginnings = [_beginning(number, asked, saved) for number, asked in enumerate(prompts)]
+    check_writable(output)
+    done, _ = read_done(output, beginnings)
     todo = [number for number in range(len(prompts)) if number not in done]
     if not todo:
         say(f"all {len(prompts)} answers are in {output}")
@@ -81,7 +83,10 @@ def generate_file(options: GenerateOptions) -> None:
     waiting = deque(todo)
     columns = TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     started, tokens = time.perf_counter(), 0
-    with output.open("a") as file, Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with (
+        _alone_behind(output, beginnings, done) as file,
+        Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar,
+    ):
         task = bar.add_task("", total=len(todo), rate="")
         while waiting or following:
             # Few at a time, since each holds all of its prompt.
@@ -102,9 +107,7 @@ def generate_file(options: GenerateOptions) -> None:
                     del following[event.request]
                 if ended or any(one.finish_reason is None for one in answers[number]):
                     continue
-                name = {} if prompts[number].id is None else {"id": prompts[number].id}
-                line = {"index": number, **name, "request_hash": hashes[number], **joint_record(answers.pop(number))}
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(beginnings[number] | joint_record(answers.pop(number))) + "\n")
                 file.flush()
                 bar.update(task, advance=1, rate=f"{tokens / (time.perf_counter() - started):.1f} tokens/s")
 
@@ -195,29 +198,58 @@ def _encode(entry: dict[str, Any], tokenizer: Tokenizer, chat: bool) -> list[int
     return tokenizer.encode_chat(messages)
 
 
-def read_done(output: Path, hashes: list[str]) -> set[int]:
-    """Numbers of the requests that `output` answers; a last line that was cut off is removed from the file."""
+def _beginning(number: int, asked: Asked, saved: SavedCache | None) -> dict[str, Any]:
+    """What a line of the output says of its question, before the answer."""
+    name = {} if asked.id is None else {"id": asked.id}
+    return {"index": number, **name, "request_hash": asked.hash(saved)}
+
+
+def check_writable(output: Path) -> None:
+    """Raises ValueError where `output` is no file that can be made or added to: before anything is loaded."""
     if not output.parent.is_dir():
         raise ValueError(f"{output} cannot be written: {output.parent} is no folder")
-    if not output.exists():
-        return set()
-    if not output.is_file():
+    if output.exists() and not output.is_file():
         raise ValueError(f"{output} is no file: choose another --output")
-    text = output.read_text(errors="replace")
-    whole, _, cut = text.rpartition("\n")
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise ValueError(f"{output} cannot be written: it is not yours to write to")
+
+
+def read_done(output: Path, beginnings: list[dict[str, Any]]) -> tuple[set[int], int]:
+    """Numbers of the questions that `output` answers, and the bytes of those answers: a line that was broken off may
+    follow. Raises ValueError for a file that holds anything else."""
+    if not output.exists():
+        return set(), 0
+    whole, newline, cut = output.read_bytes().rpartition(b"\n")
     done = set()
     for line in whole.splitlines():
         try:
             entry = json.loads(line)
             number, said = entry["index"], entry["request_hash"]
-        except (json.JSONDecodeError, KeyError, TypeError):
+            if type(number) is not int:
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{output} is not a file of answers: choose another --output") from None
-        if not 0 <= number < len(hashes) or said != hashes[number]:
+        if not 0 <= number < len(beginnings) or said != beginnings[number]["request_hash"]:
             raise ValueError(f"{output} answers other prompts, or by other options: choose another --output")
         done.add(number)
-    if cut:
-        # Only what an answer begins with is taken for one that was broken off.
-        if not cut.startswith(_BEGIN) and not _BEGIN.startswith(cut):
-            raise ValueError(f"{output} is not a file of answers: choose another --output")
-        output.write_text(whole + "\n" if whole else "")
-    return done
+    expected = [json.dumps(one).removesuffix("}").encode() for one in beginnings]
+    if cut and not any(cut.startswith(one) or one.startswith(cut) for one in expected):
+        raise ValueError(f"{output} is not a file of answers: choose another --output, or end its last line")
+    return done, len(whole + newline)
+
+
+@contextlib.contextmanager
+def _alone_behind(output: Path, beginnings: list[dict[str, Any]], done: set[int]) -> Iterator[TextIO]:
+    """`output`, to add answers behind those of `done`, while no other process does; what was broken off is removed.
+
+    Raises ValueError where another process does, or did since `done` was read.
+    """
+    with (
+        output.open("a") as file,
+        alone_in(output, f"another process writes {output}: wait for it, or choose another --output"),
+    ):
+        now, length = read_done(output, beginnings)
+        if now != done:
+            raise ValueError(f"another process has written {output} meanwhile: the same command goes on from there")
+        file.truncate(length)
+        yield file

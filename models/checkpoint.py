@@ -130,13 +130,14 @@ def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path, told: str) -> Iterator[None]:
-    """Raises ValueError, with the words `told`, where another process is in the same context, or renamed the folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def alone_in(path: Path, told: str) -> Iterator[None]:
+    """Raises ValueError, with the words `told`, where another process is in the same context with the file or folder
+    `path`, or renamed it."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = folder.exists() and os.path.samestat(os.stat(folder), os.fstat(descriptor))
+            alone = path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor))
         except BlockingIOError:
             alone = False
         except OSError:  # a file system without locks

@@ -121,7 +121,20 @@ def test_an_option_of_a_line_that_cannot_be_honoured_is_told_with_its_number(run
     assert "prompts.jsonl line 2: " in err and said in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ['{"my": "only copy"}', '{"my": "only copy"}\n', "x", '{"index": 0}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"my": "only copy"}',
+        '{"my": "only copy"}\n',
+        "x",
+        '{"index": 0}\n',
+        '{"index": 0, "my": "only copy"}',
+        '{"index": "0", "request_hash": ""}\n',
+        '{"index": 0.0, "request_hash": ""}\n',
+        "[" * 100_000 + "\n",
+        '{"index": ' + "9" * 5000 + "}\n",
+    ],
+)
 def test_an_output_that_holds_anything_else_is_kept(checkpoint, tmp_path, capsys, text):
     import treering
 
@@ -153,3 +166,25 @@ def test_a_line_that_is_no_prompt_is_told_with_its_number(checkpoint, tmp_path, 
     assert treering.main(["generate", str(checkpoint), *files]) == 2
     err = capsys.readouterr().err
     assert "prompts.jsonl line 3: " in err and said in err and not (tmp_path / "answers").exists()
+
+
+def test_a_broken_off_answer_stays_until_it_can_be_made_again(checkpoint, run, tmp_path):
+    import treering
+
+    whole = run({"prompt": "x"}, {"prompt": "y"})[1]
+    cut = (tmp_path / "answers").read_text()[:-9]
+    (tmp_path / "answers").write_text(cut)
+    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers")]
+    assert treering.main(["generate", str(checkpoint), *files, "--max-new-tokens", "5", "--mesh.context", "3"]) == 2
+    assert (tmp_path / "answers").read_text() == cut
+    assert run({"prompt": "x"}, {"prompt": "y"})[1] == whole
+
+
+def test_two_processes_do_not_write_one_output(run, tmp_path):
+    from models.checkpoint import alone_in
+
+    (tmp_path / "answers").touch()
+    with alone_in(tmp_path / "answers", "it is ours"):
+        status, answers, err = run({"prompt": "x"})
+    assert status == 2 and not answers and "another process writes" in err
+    assert run({"prompt": "x"})[0] == 0
