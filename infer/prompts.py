@@ -35,13 +35,13 @@ class Asked:
     """Behind those of a saved cache, where there is one."""
     requests: list[RequestConfig]
     """One an answer."""
-    id: Any = None
-    """The name that the line gives itself, any JSON value; its answer gets it."""
+    name: dict[str, Any]
+    """The `id` that the line gives itself, any JSON value, if it does; its answer gets it."""
 
     def hash(self, saved: SavedCache | None) -> str:
         """Tells whether an answer belongs to it."""
         before = None if saved is None else saved.fingerprint
-        asked = [before, self.tokens, [dataclasses.asdict(one) for one in self.requests], self.id]
+        asked = [before, self.tokens, [dataclasses.asdict(one) for one in self.requests], self.name]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -155,11 +155,17 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
 
 def _read_prompt(line: str, tokenizer: Tokenizer, options: GenerateOptions) -> Asked:
     try:
-        entry: Any = json.loads(line)
+        entry: Any = json.loads(line, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is no JSON ({error})") from None
+    except RecursionError:
+        raise ValueError("its lists and objects stand too deep in one another") from None
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise ValueError(f"it has not one of prompt and messages: {_FORMS}")
+    try:
+        json.dumps(entry.get("id"), allow_nan=False)
+    except ValueError:
+        raise ValueError('its "id" holds a number that JSON cannot write, as NaN is: give it as a text') from None
     own = {name: value for name, value in entry.items() if name not in ("prompt", "messages", "id")}
     options = dataclasses.replace(options, **{name: _own_option(name, value) for name, value in own.items()})
     if options.prompt_logprobs and options.load_cache is not None:
@@ -168,8 +174,16 @@ def _read_prompt(line: str, tokenizer: Tokenizer, options: GenerateOptions) -> A
     return Asked(
         tokens=tokens if options.load_cache is None else tokenizer.going_on(tokens),
         requests=options.request().samples(options.n),
-        id=entry.get("id"),
+        name={"id": entry["id"]} if "id" in entry else {},
     )
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entry = dict(pairs)
+    for name in entry:
+        if (times := sum(one == name for one, _ in pairs)) > 1:
+            raise ValueError(f"it says {json.dumps(name):.80} {times} times: say it once")
+    return entry
 
 
 def _own_option(name: str, value: Any) -> Any:
@@ -200,8 +214,7 @@ def _encode(entry: dict[str, Any], tokenizer: Tokenizer, chat: bool) -> list[int
 
 def _beginning(number: int, asked: Asked, saved: SavedCache | None) -> dict[str, Any]:
     """What a line of the output says of its question, before the answer."""
-    name = {} if asked.id is None else {"id": asked.id}
-    return {"index": number, **name, "request_hash": asked.hash(saved)}
+    return {"index": number, **asked.name, "request_hash": asked.hash(saved)}
 
 
 def check_writable(output: Path) -> None:

@@ -80,9 +80,9 @@ def test_a_line_is_answered_by_its_own_options_as_it_would_be_alone(checkpoint, 
 
     text = "The capital of France"
     own = {"temperature": 1, "seed": 7, "top_k": 9, "max_new_tokens": 3, "logprobs": 1, "stop": ["\0"]}
-    status, (plain, sampled), err = run({"id": "greedy", "prompt": text}, {"id": ["b", 2], "prompt": text, **own})
+    status, (plain, sampled), err = run({"id": None, "prompt": text}, {"id": ["b", 2], "prompt": text, **own})
     assert status == 0, err
-    assert plain["id"] == "greedy" and sampled["id"] == ["b", 2]
+    assert plain["id"] is None and sampled["id"] == ["b", 2]
     assert len(plain["tokens"]) == 5 and "logprobs" not in plain and len(sampled["logprobs"]) == 3
     options = ["--temperature", "1", "--seed", "7", "--top-k", "9", "--max-new-tokens", "3"]
     assert treering.main(["generate", str(checkpoint), "--prompt", text, "--json", *options]) == 0
@@ -156,6 +156,9 @@ def test_an_output_that_holds_anything_else_is_kept(checkpoint, tmp_path, capsys
         (b'{"messages": []}', "its messages are []"),
         (b'{"messages": [{"role": "user"}]}', "its messages are [{'role': 'user'}]"),
         (b"{", "it is no JSON"),
+        (b'{"prompt": "x", "n": 1, "prompt": "y"}', 'it says "prompt" 2 times'),
+        (b"[" * 100_000, "too deep"),
+        (b'{"prompt": "x", "id": [1e999]}', 'its "id" holds a number that JSON cannot write'),
     ],
 )
 def test_a_line_that_is_no_prompt_is_told_with_its_number(checkpoint, tmp_path, capsys, line, said):
