@@ -38,20 +38,20 @@ class Asked:
     name: dict[str, Any]
     """The `id` that the line gives itself, any JSON value, if it does; its answer gets it."""
 
-    def hash(self, saved: SavedCache | None) -> str:
-        """Tells whether an answer belongs to it."""
+    def hash(self, model: list[Any], saved: SavedCache | None) -> str:
+        """Tells whether an answer belongs to it, by a model that JSON tells from others."""
         before = None if saved is None else saved.fingerprint
-        asked = [before, self.tokens, [dataclasses.asdict(one) for one in self.requests], self.name]
+        asked = [model, before, self.tokens, [dataclasses.asdict(one) for one in self.requests], self.name]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def generate_file(options: GenerateOptions) -> None:
     """Answers every prompt of the file, adding a JSON line to the output as each ends.
 
-    A line holds the prompt's number (`index`), its `id` if it has one, a hash of it and of the options that decide its
-    answer, and what `Answer.record` tells. Those that the output holds already are not made again. Raises ValueError,
-    before anything is loaded or written, for a line that is no prompt or cannot be answered, and for an output that
-    holds anything else, or answers to other prompts or by other options.
+    A line holds the prompt's number (`index`), its `id` if it has one, a hash of it, of the model and of the options
+    that decide its answer, and what `Answer.record` tells. Those that the output holds already are not made again.
+    Raises ValueError, before anything is loaded or written, for a line that is no prompt or cannot be answered, and for
+    an output that holds anything else, or answers to other prompts, by another model or by other options.
     """
     assert options.prompts is not None
     if options.output is None:
@@ -64,7 +64,8 @@ def generate_file(options: GenerateOptions) -> None:
     before = [] if saved is None else saved.tokens
     prompts = read_prompts(Path(options.prompts), tokenizer, options, config.context_length - len(before))
     output = Path(options.output)
-    beginnings = [_beginning(number, asked, saved) for number, asked in enumerate(prompts)]
+    model = [opened.identity, options.dtype]
+    beginnings = [_beginning(number, asked.hash(model, saved), asked) for number, asked in enumerate(prompts)]
     check_writable(output)
     done, _ = read_done(output, beginnings)
     todo = [number for number in range(len(prompts)) if number not in done]
@@ -212,9 +213,9 @@ def _encode(entry: dict[str, Any], tokenizer: Tokenizer, chat: bool) -> list[int
     return tokenizer.encode_chat(messages)
 
 
-def _beginning(number: int, asked: Asked, saved: SavedCache | None) -> dict[str, Any]:
+def _beginning(number: int, request_hash: str, asked: Asked) -> dict[str, Any]:
     """What a line of the output says of its question, before the answer."""
-    return {"index": number, **asked.name, "request_hash": asked.hash(saved)}
+    return {"index": number, **asked.name, "request_hash": request_hash}
 
 
 def check_writable(output: Path) -> None:
@@ -243,7 +244,9 @@ def read_done(output: Path, beginnings: list[dict[str, Any]]) -> tuple[set[int],
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{output} is not a file of answers: choose another --output") from None
         if not 0 <= number < len(beginnings) or said != beginnings[number]["request_hash"]:
-            raise ValueError(f"{output} answers other prompts, or by other options: choose another --output")
+            raise ValueError(
+                f"{output} answers other prompts, or by another model or other options: choose another --output"
+            )
         done.add(number)
     expected = [json.dumps(one).removesuffix("}").encode() for one in beginnings]
     if cut and not any(cut.startswith(one) or one.startswith(cut) for one in expected):

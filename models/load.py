@@ -17,7 +17,7 @@ from models.checkpoint import abstract_model, load_model, named_leaves
 from models.convert import Parameter, fill, match, open_source, read_source_config
 from models.meta import PARAMS
 from models.progress import byte_progress
-from models.record import CHECKPOINTS, RECORD, TOKENIZER, WEIGHTS, read_config
+from models.record import CHECKPOINTS, RECORD, TOKENIZER, WEIGHTS, read_record
 from models.source import Source
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
@@ -30,6 +30,8 @@ class OpenModel:
 
     name: str
     """Where it lies, as it was asked for."""
+    identity: str
+    """Another for other weights."""
     config: ModelConfig
     load: Callable[[Plan, str | None], Transformer]
     """The model, stacked, each parameter on its devices of a plan; cast to a dtype, or as stored where it is None."""
@@ -49,9 +51,11 @@ def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> Open
         raise ValueError(f"{path} is a run, or a step of one: give {CHECKPOINTS}/STEP/model in it, which is its model")
     foreign = folder.is_file() or any((folder / name).is_file() for name in ("config.json", PARAMS))
     if not foreign or (folder / RECORD).exists() or (folder / WEIGHTS).is_dir():
+        record = read_record(folder)
         return OpenModel(
             name=str(path),
-            config=read_config(folder),
+            identity=record.fingerprint,
+            config=record.config,
             load=partial(load_model, folder),
             tokenizer=partial(Tokenizer.load, folder),
             save_tokenizer=partial(_copy_tokenizer, folder),
@@ -60,6 +64,7 @@ def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> Open
     config = read_source_config(source, ignore_fields)
     return OpenModel(
         name=str(path),
+        identity=source.identity,
         config=config,
         load=partial(load_source, source, config),
         tokenizer=partial(_tokenizer_of, source),

@@ -59,7 +59,7 @@ def test_files_of_prompts_are_answered_and_resumed(checkpoint, tmp_path, capsys)
     assert not (tmp_path / "new").exists()
     command[3] = str(prompts)
     changed = [*command, "--output", str(whole), "--temperature", "1"]
-    assert treering.main(changed) == 2 and "by other options" in capsys.readouterr().err
+    assert treering.main(changed) == 2 and "other options" in capsys.readouterr().err
     assert sorted(whole.read_text().splitlines()) == sorted(again)
 
 
@@ -72,7 +72,7 @@ def test_lines_ask_for_as_many_answers_as_they_say(run):
     # As the file stands, all is done; with another number of answers it answers other questions.
     assert "all 2 answers are in" in run({"prompt": "one"}, {"prompt": "two", "n": 2}, options=sampled)[2]
     status, _, err = run({"prompt": "one"}, {"prompt": "two", "n": 3}, options=sampled)
-    assert status == 2 and "by other options" in err
+    assert status == 2 and "other options" in err
 
 
 def test_a_line_is_answered_by_its_own_options_as_it_would_be_alone(checkpoint, run, capsys):
@@ -191,3 +191,18 @@ def test_two_processes_do_not_write_one_output(run, tmp_path):
         status, answers, err = run({"prompt": "x"})
     assert status == 2 and not answers and "another process writes" in err
     assert run({"prompt": "x"})[0] == 0
+
+
+def test_answers_of_another_model_or_dtype_are_not_gone_on_with(checkpoint, run, tmp_path):
+    import shutil
+
+    import treering
+
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    record = json.loads((other / "model.json").read_text())
+    (other / "model.json").write_text(json.dumps(record | {"fingerprint": "of other weights"}))
+    assert run({"prompt": "x"})[0] == 0
+    assert "another model" in run({"prompt": "x"}, options=("--max-new-tokens", "5", "--dtype", "bfloat16"))[2]
+    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers")]
+    assert treering.main(["generate", str(other), *files, "--max-new-tokens", "5"]) == 2
+    assert treering.main(["generate", str(checkpoint), *files, "--max-new-tokens", "5"]) == 0
