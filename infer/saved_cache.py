@@ -118,7 +118,7 @@ def read_saved_cache(folder: str | Path) -> SavedCache:
     try:
         raw = json.loads(file.read_text())
         version = raw["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from None
     if version != FORMAT:
         raise ValueError(f"{file} has format {version}: this version reads format {FORMAT}")

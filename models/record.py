@@ -47,7 +47,7 @@ class Record:
         return json.dumps(record, indent=2) + "\n"
 
     @staticmethod
-    def from_json(text: str, name: str) -> "Record":
+    def from_json(text: str | bytes, name: str) -> "Record":
         """Reads model.json; `name` stands in errors.
 
         Raises ValueError for what is not JSON, another format, or a family or fields that are not known here.
@@ -55,7 +55,7 @@ class Record:
         try:
             raw = json.loads(text)
             version = raw["format"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{name} is damaged: {error!r}") from None
         if version != FORMAT:
             raise ValueError(f"{name} has format {version}: this version reads format {FORMAT}")
@@ -91,7 +91,7 @@ def read_record(path: str | Path) -> Record:
     record = folder / RECORD
     if record.is_file() and (folder / WEIGHTS).is_dir():
         check_file(record)
-        return Record.from_json(record.read_text(), str(record))
+        return Record.from_json(record.read_bytes(), str(record))
     advice = f"`treering convert {folder} DST` makes a checkpoint of it"
     if folder.is_file():
         what = "is a GGUF file" if folder.suffix == ".gguf" else "is a file, and a checkpoint is a folder"

@@ -255,3 +255,13 @@ def test_a_missing_parameter_is_named(
 def test_a_mesh_that_does_not_divide_is_refused(saved: tuple[Path, Transformer], mesh: Callable[..., Mesh]) -> None:
     with pytest.raises(ValueError, match="mesh.tensor 8 does not divide kv_heads 4"):
         load_model(saved[0], Plan(mesh(tensor=8), "decode"))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000])
+def test_a_model_json_that_is_no_text_or_no_end_of_brackets_is_told_by_name(tmp_path, content):
+    from models.record import read_record
+
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "model.json").write_bytes(content)
+    with pytest.raises(ValueError, match="model.json is damaged"):
+        read_record(tmp_path)

@@ -548,6 +548,7 @@ def forget(folder):
         (lambda folder: change(folder / "cache.json", reader={}), "cache.json is damaged"),
         (lambda folder: change(folder / "cache.json", reader=dict.fromkeys(READER, 1)), "cache.json is damaged"),
         (lambda folder: (folder / "cache.json").write_text("{"), "cache.json is damaged"),
+        (lambda folder: (folder / "cache.json").write_text("[" * 100_000), "cache.json is damaged"),
         (lambda folder: (folder / "cache.json").unlink(), "is unfinished: its cache.json is missing"),
         (lambda folder: shutil.rmtree(folder), "does not exist: a saved cache is a folder that"),
     ],

@@ -130,7 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
     check_file(path)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a JSON {type(raw).__name__} instead of an object")
