@@ -393,6 +393,11 @@ def test_the_command_goes_on_from_a_cache_on_another_mesh(cache, command, engine
     expected, _ = answer(Scheduler(engine_on({"context": 4, "tensor": 2})), held + question[1:])
     assert json.loads(out)["tokens"] == expected
     assert json.loads(out)["prompt_tokens"] == len(held) + len(question) - 1
+    # In a file of prompts it is asked the same.
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": " Paris. The year"}\n')
+    many = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers", "--load-cache", cache)
+    status, _, err = command(*many, *mesh[:-1])
+    assert status == 0 and json.loads((tmp_path / "answers").read_text())["tokens"] == expected, err
     # What was saved on the way holds both texts.
     longer = read_saved_cache(tmp_path / "longer").tokens
     assert longer == held + question[1:]
@@ -401,6 +406,7 @@ def test_the_command_goes_on_from_a_cache_on_another_mesh(cache, command, engine
     assert json.loads(out)["tokens"] == expected
 
 
+@pytest.mark.long
 def test_many_questions_are_asked_of_one_cache(cache, command, tmp_path):
     sampled = ("--load-cache", cache, "--temperature", "1", "--max-new-tokens", "4")
     two = ("--prompt", " Paris", *sampled, "--seed", "7", "--n", "2", "--json")
