@@ -40,8 +40,8 @@ define pytest
 if [ $$status -eq 5 ]; then echo "==> $(1): no test was selected, so none ran"; exit 0; fi; exit $$status
 endef
 
-test: $(VENV)/.installed-dev ## the default tests (about ten minutes on two cores)
-	@echo "==> test: the default tests in $(JOBS) processes (about ten minutes on two cores)"
+test: $(VENV)/.installed-dev ## the default tests (ten to fourteen minutes on two cores)
+	@echo "==> test: the default tests in $(JOBS) processes (ten to fourteen minutes on two cores)"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-dev ## the long tests (about a quarter of an hour)
