@@ -5,6 +5,7 @@ import json
 import pytest
 
 import tiny
+from test_engine import counted
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +40,11 @@ def test_turns_read_only_what_is_new_and_answer_as_if_read_whole(engine, checkpo
 
     talk = conversation(engine, checkpoint, max_new_tokens=6)
     turns = ["The capital of France", "Rings of a tree", "tabs and spaces"]
-    appended = []
-    append = engine.append_program
-
-    def counting(rows, chunk, **options):
-        program = append(rows, chunk, **options)
-
-        def run(model, state, index, tokens, count):
-            appended.append(int(count.sum()))
-            return program(model, state, index, tokens, count)
-
-        return run
-
     for turn in turns:
         before = len(talk.messages)
-        engine.append_program = counting
-        appended.clear()
         held = len(talk._session.tokens)
-        said = "".join(talk.reply(turn))
-        engine.append_program = append
+        with counted(engine) as appended:
+            said = "".join(talk.reply(turn))
         assert talk.messages[-1] == {"role": "assistant", "content": said}
         prompt = talk.tokenizer.encode_chat(talk.messages[: before + 1])
         fresh, answer = Scheduler(engine), Answer(talk.tokenizer, talk.request, 0)

@@ -1,5 +1,6 @@
 """Prefill and decode: equal to one full pass, on every mesh, for rows of any length."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -43,6 +44,26 @@ def make_engine(folder, mesh, sizes, *, batch, capacity, unrolled=False):
     if unrolled:
         model = model.unrolled(rows=batch if plan.mesh.size == 1 else 1)
     return Engine(model, plan, Precision(), batch=batch, capacity=capacity)
+
+
+@contextlib.contextmanager
+def counted(engine):
+    """How many tokens each call meanwhile appends."""
+    appended = []
+    append = engine.append_program
+
+    def counting(rows, chunk, **options):
+        program = append(rows, chunk, **options)
+
+        def run(model, state, index, tokens, count):
+            appended.append(int(np.sum(count)))
+            return program(model, state, index, tokens, count)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "append_program", counting)
+        yield appended
 
 
 def token_rows(count, length, seed=0):

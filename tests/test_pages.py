@@ -24,22 +24,10 @@ def engine(folder, mesh, monkeypatch, request):
 
 
 @pytest.fixture
-def appended(engine, monkeypatch):
+def appended(engine):
     """Tokens of each chunk that the engine appends."""
-    counts = []
-    append = engine.append_program
-
-    def counting(rows, chunk, **options):
-        program = append(rows, chunk, **options)
-
-        def run(model, state, index, tokens, count):
-            counts.append(int(np.sum(count)))
-            return program(model, state, index, tokens, count)
-
-        return run
-
-    monkeypatch.setattr(engine, "append_program", counting)
-    return counts
+    with test_engine.counted(engine) as counts:
+        yield counts
 
 
 def answers(scheduler, requests):

@@ -1,6 +1,5 @@
 """Caches on disk: in the order of the text, the same bits on every mesh, for their owner and their weights alone."""
 
-import contextlib
 import json
 import shutil
 import stat
@@ -12,6 +11,7 @@ import pytest
 
 import hlo
 import tiny
+from test_engine import counted
 
 MESHES = [
     {"context": 1},
@@ -91,26 +91,6 @@ def answer(scheduler, prompt, session=None):
     events = list(scheduler.run())
     numbers = [[event.logprob.logprob, *(value for _, value in event.logprob.top)] for event in events]
     return [event.token for event in events], np.array(numbers)
-
-
-@contextlib.contextmanager
-def counted(engine):
-    """How many tokens each call meanwhile appends."""
-    appended = []
-    append = engine.append_program
-
-    def counting(rows, chunk, **options):
-        program = append(rows, chunk, **options)
-
-        def run(model, state, index, tokens, count):
-            appended.append(int(np.sum(count)))
-            return program(model, state, index, tokens, count)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "append_program", counting)
-        yield appended
 
 
 def arrays_of(folder, length):
@@ -354,6 +334,7 @@ def test_layers_of_all_places_and_of_a_broken_off_period_are_saved(mesh, tmp_pat
 @pytest.fixture(scope="module")
 def command(checkpoint):
     """`command(*options)`: exit status and what `treering generate` said, run here on eight devices."""
+    import contextlib
     import io
 
     import treering
