@@ -23,7 +23,7 @@ help: ## list these targets
 
 demo: $(VENV)/.installed-demo ## fetch a small Llama, convert it, let it answer on eight simulated devices
 	@echo "==> fetch: the demo model, a 93 MB download (about half a minute; skipped when done)"
-	@$(BIN)/python -m infer.demo fetch --cache $(CACHE) >/dev/null
+	@$(BIN)/python -m treering.infer.demo fetch --cache $(CACHE) >/dev/null
 	@if [ -e $(CHECKPOINT)/model.json ]; then \
 	    echo "==> convert: $(CHECKPOINT) is there already"; \
 	else \

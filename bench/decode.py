@@ -15,13 +15,13 @@ from collections.abc import Callable
 import numpy as np
 
 from bench.report import publish, table, versions
-from configs.mesh import MeshConfig
-from configs.precision import Precision
-from infer.engine import Engine
-from infer.rows import EngineState
-from layers.devices import plan_for
-from models.checkpoint import load_model, named_leaves
-from models.families import families
+from treering.configs.mesh import MeshConfig
+from treering.configs.precision import Precision
+from treering.infer.engine import Engine
+from treering.infer.rows import EngineState
+from treering.layers.devices import plan_for
+from treering.models.checkpoint import load_model, named_leaves
+from treering.models.families import families
 
 THREADS = 2
 FILLS = (1024, 2048, 4096, 8064)

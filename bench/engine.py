@@ -16,13 +16,13 @@ import numpy as np
 
 from bench.decode import transformers_model
 from bench.report import publish, table, versions
-from configs.mesh import MeshConfig
-from configs.precision import Precision
-from configs.sampling import RequestConfig
-from infer.engine import Engine
-from infer.scheduler import Scheduler
-from layers.devices import plan_for
-from models.checkpoint import load_model
+from treering.configs.mesh import MeshConfig
+from treering.configs.precision import Precision
+from treering.configs.sampling import RequestConfig
+from treering.infer.engine import Engine
+from treering.infer.scheduler import Scheduler
+from treering.layers.devices import plan_for
+from treering.models.checkpoint import load_model
 
 NEW_TOKENS = 64
 LONG = 4096

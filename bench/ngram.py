@@ -44,7 +44,7 @@ def bits(document: bytes, counts: dict[bytes, Counter[int]], order: int) -> floa
 
 def main() -> None:
     """Runs the benchmark."""
-    from train.python_docs import python_docs
+    from treering.train.python_docs import python_docs
 
     train, test = ([text.encode() for text in python_docs(split)["text"]] for split in ("train", "test"))
     size = sum(map(len, test))

@@ -25,13 +25,13 @@ def ours(model_config, remat: Any, tokens: int) -> Callable[[], None]:
     import jax
     import numpy as np
 
-    from configs.mesh import MeshConfig
-    from configs.precision import Precision
-    from configs.train import OptimizerConfig, StepConfig
-    from layers.devices import plan_for
-    from models.families.registry import families
-    from train.batch import Batch, place
-    from train.step import init_state, step_program
+    from treering.configs.mesh import MeshConfig
+    from treering.configs.precision import Precision
+    from treering.configs.train import OptimizerConfig, StepConfig
+    from treering.layers.devices import plan_for
+    from treering.models.families.registry import families
+    from treering.train.batch import Batch, place
+    from treering.train.step import init_state, step_program
 
     plan = plan_for(MeshConfig(), "train", fill="fsdp")
     model = plan.init(lambda: families()["llama"].init(model_config, jax.random.key(0)), "parameters")
@@ -56,7 +56,7 @@ def theirs(model_config, attention: str, tokens: int) -> Callable[[], None]:
     import torch
     import transformers
 
-    from models.families.registry import families
+    from treering.models.families.registry import families
 
     fields = families()["llama"].to_hf(model_config)
     del fields["architectures"], fields["model_type"]
@@ -98,7 +98,7 @@ def main() -> None:
     import torch
     import transformers
 
-    from configs.recipes import TINY_TEXT_MODEL as model
+    from treering.configs.recipes import TINY_TEXT_MODEL as model
 
     torch.set_num_threads(threads)
     lines = [

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from configs.model import ModelConfig
-from configs.rope import DefaultRope, LinearRope
+from treering.configs.model import ModelConfig
+from treering.configs.rope import DefaultRope, LinearRope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.cli import Positional
-from configs.mesh import MeshConfig
-from configs.sampling import RequestConfig, SamplingConfig
+from treering.configs.cli import Positional
+from treering.configs.mesh import MeshConfig
+from treering.configs.sampling import RequestConfig, SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

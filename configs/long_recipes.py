@@ -6,11 +6,11 @@ Each is checked by compiling its step for as many simulated devices; none was ru
 
 import dataclasses
 
-from configs.data import DataConfig, Source
-from configs.llama import LLAMA_3_1_8B, LLAMA_3_1_70B, LlamaConfig
-from configs.mesh import MeshConfig
-from configs.run import CheckpointConfig, EvaluateConfig, RunConfig
-from configs.train import OptimizerConfig, ScheduleConfig, StepConfig
+from treering.configs.data import DataConfig, Source
+from treering.configs.llama import LLAMA_3_1_8B, LLAMA_3_1_70B, LlamaConfig
+from treering.configs.mesh import MeshConfig
+from treering.configs.run import CheckpointConfig, EvaluateConfig, RunConfig
+from treering.configs.train import OptimizerConfig, ScheduleConfig, StepConfig
 
 BOOKS = "emozilla/pg19"
 """Books of Project Gutenberg on the Hugging Face hub: about 100,000 tokens each."""

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from configs.rope import RopeConfig
+from treering.configs.rope import RopeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ Contexts are those of config.json: of the base models for Qwen2 and 2.5, of the 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from configs.model import ModelConfig
-from configs.rope import DefaultRope
+from treering.configs.model import ModelConfig
+from treering.configs.rope import DefaultRope
 
 
 @dataclass(frozen=True, kw_only=True)

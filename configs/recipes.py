@@ -6,14 +6,14 @@ A recipe's docstring says what it is for, what to expect, and the command.
 import dataclasses
 from collections.abc import Callable
 
-from configs.data import DataConfig, Source
-from configs.llama import LlamaConfig
-from configs.long_recipes import llama_3_1_8b_128k, llama_3_1_8b_256k, llama_3_1_8b_512k, llama_3_1_70b_128k
-from configs.model import ModelConfig
-from configs.precision import Precision
-from configs.rope import DefaultRope
-from configs.run import CheckpointConfig, EvaluateConfig, RunConfig
-from configs.train import OptimizerConfig, ScheduleConfig, StepConfig
+from treering.configs.data import DataConfig, Source
+from treering.configs.llama import LlamaConfig
+from treering.configs.long_recipes import llama_3_1_8b_128k, llama_3_1_8b_256k, llama_3_1_8b_512k, llama_3_1_70b_128k
+from treering.configs.model import ModelConfig
+from treering.configs.precision import Precision
+from treering.configs.rope import DefaultRope
+from treering.configs.run import CheckpointConfig, EvaluateConfig, RunConfig
+from treering.configs.train import OptimizerConfig, ScheduleConfig, StepConfig
 
 TINY_TEXT_MODEL = LlamaConfig(
     vocab=2048,

@@ -4,10 +4,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.data import DataConfig
-from configs.mesh import MeshConfig
-from configs.model import ModelConfig
-from configs.train import OptimizerConfig, StepConfig
+from treering.configs.data import DataConfig
+from treering.configs.mesh import MeshConfig
+from treering.configs.model import ModelConfig
+from treering.configs.train import OptimizerConfig, StepConfig
 
 
 @dataclass(frozen=True, kw_only=True)

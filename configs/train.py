@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.precision import Precision
+from treering.configs.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)

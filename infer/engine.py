@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from configs.precision import Precision
-from infer.chunks import Chunks, choose_chunks
-from infer.rows import EngineState, Rows, at_rows, set_rows
-from infer.sampling import Kind, draw, log_probabilities
-from layers.attention import Context
-from layers.cache import DecodeState, PagedAttention
-from layers.order import dealt_places, dealt_tokens
-from layers.program import Program
-from layers.sharding import Plan
-from layers.trained_weight import lower, trained
-from models.transformer import Transformer, empty_pools
+from treering.configs.precision import Precision
+from treering.infer.chunks import Chunks, choose_chunks
+from treering.infer.rows import EngineState, Rows, at_rows, set_rows
+from treering.infer.sampling import Kind, draw, log_probabilities
+from treering.layers.attention import Context
+from treering.layers.cache import DecodeState, PagedAttention
+from treering.layers.order import dealt_places, dealt_tokens
+from treering.layers.program import Program
+from treering.layers.sharding import Plan
+from treering.layers.trained_weight import lower, trained
+from treering.models.transformer import Transformer, empty_pools
 
 PAGE_SLOTS = 128
 """Slots of a page on each device: long enough that a page's products run at speed, short enough that a row's last page,

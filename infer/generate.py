@@ -4,9 +4,9 @@ import json
 import sys
 import time
 
-from configs.cli import parse
-from configs.infer import GenerateOptions
-from configs.sampling import RequestConfig
+from treering.configs.cli import parse
+from treering.configs.infer import GenerateOptions
+from treering.configs.sampling import RequestConfig
 
 
 def main(arguments: list[str]) -> int:
@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"rows {options.rows}: at least 1 answer is made at a time")
     check_together(options)
     if options.prompts is not None:
-        from infer.prompts import generate_file
+        from treering.infer.prompts import generate_file
 
         generate_file(options)
         return 0
@@ -58,12 +58,12 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     import jax
     import numpy as np
 
-    from infer.answer import Answer, joint_record
-    from infer.load import keep, load, restore, say
-    from infer.request import Session, least_program
-    from infer.saved_cache import check_new_folder, check_room, read_saved_cache
-    from infer.scheduler import Scheduler
-    from models.load import open_model
+    from treering.infer.answer import Answer, joint_record
+    from treering.infer.load import keep, load, restore, say
+    from treering.infer.request import Session, least_program
+    from treering.infer.saved_cache import check_new_folder, check_room, read_saved_cache
+    from treering.infer.scheduler import Scheduler
+    from treering.models.load import open_model
 
     request = options.request()
     requests = request.samples(options.n)

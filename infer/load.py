@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 import jax
 
-from configs.infer import DeviceOptions
-from configs.model import ModelConfig
-from configs.precision import Precision
-from infer.engine import Engine
-from infer.request import Session
-from infer.saved_cache import Reader, SavedCache, load_cache, save_cache
-from infer.scheduler import Scheduler
-from layers.devices import describe, plan_for, simulate_cpu_devices
-from layers.sharding import Plan
-from models.checkpoint import named_leaves
-from models.load import OpenModel
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer, check_mesh
-from models.weights import fingerprint, hash_arrays
+from treering.configs.infer import DeviceOptions
+from treering.configs.model import ModelConfig
+from treering.configs.precision import Precision
+from treering.infer.engine import Engine
+from treering.infer.request import Session
+from treering.infer.saved_cache import Reader, SavedCache, load_cache, save_cache
+from treering.infer.scheduler import Scheduler
+from treering.layers.devices import describe, plan_for, simulate_cpu_devices
+from treering.layers.sharding import Plan
+from treering.models.checkpoint import named_leaves
+from treering.models.load import OpenModel
+from treering.models.tokenizer import Tokenizer
+from treering.models.transformer import Transformer, check_mesh
+from treering.models.weights import fingerprint, hash_arrays
 
 
 def say(*words: object) -> None:

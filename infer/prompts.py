@@ -16,15 +16,15 @@ from typing import Any, TextIO, get_type_hints
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from configs.infer import AnswerOptions, GenerateOptions
-from configs.sampling import RequestConfig
-from infer.answer import Answer, joint_record
-from infer.load import load, restore, say
-from infer.saved_cache import SavedCache, read_saved_cache
-from infer.scheduler import Scheduler
-from models.checkpoint import alone_in
-from models.load import open_model
-from models.tokenizer import Tokenizer
+from treering.configs.infer import AnswerOptions, GenerateOptions
+from treering.configs.sampling import RequestConfig
+from treering.infer.answer import Answer, joint_record
+from treering.infer.load import load, restore, say
+from treering.infer.saved_cache import SavedCache, read_saved_cache
+from treering.infer.scheduler import Scheduler
+from treering.models.checkpoint import alone_in
+from treering.models.load import open_model
+from treering.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from configs.sampling import RequestConfig
-from infer.sampling import Kind
+from treering.configs.sampling import RequestConfig
+from treering.infer.sampling import Kind
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

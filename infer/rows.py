@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from configs.sampling import SamplingConfig
-from infer.sampling import AnyArray, SamplingRows
-from layers.cache import DecodeState
-from layers.sharding import array_field
+from treering.configs.sampling import SamplingConfig
+from treering.infer.sampling import AnyArray, SamplingRows
+from treering.layers.cache import DecodeState
+from treering.layers.sharding import array_field
 
 MAX_ENDS = 8
 """End tokens that a row is stopped at on device."""

@@ -22,15 +22,15 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from configs.model import ModelConfig
-from infer.request import Session
-from infer.scheduler import Scheduler
-from layers.cache import NO_PAGE, PagePool, token_share
-from models.checkpoint import empty, partial_folder, written_beside
-from models.progress import byte_progress
-from models.record import RECORD
-from models.transformer import Transformer
-from models.weights import fingerprint, hash_arrays, read_arrays, write_arrays
+from treering.configs.model import ModelConfig
+from treering.infer.request import Session
+from treering.infer.scheduler import Scheduler
+from treering.layers.cache import NO_PAGE, PagePool, token_share
+from treering.models.checkpoint import empty, partial_folder, written_beside
+from treering.models.progress import byte_progress
+from treering.models.record import RECORD
+from treering.models.transformer import Transformer
+from treering.models.weights import fingerprint, hash_arrays, read_arrays, write_arrays
 
 FORMAT = 1
 CACHE_RECORD = "cache.json"

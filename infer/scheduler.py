@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from configs.sampling import RequestConfig
-from infer.chunks import Chunks
-from infer.engine import MAX_STEPS, Drawn, Engine
-from infer.pages import Pages, page_keys
-from infer.request import Event, FinishReason, Request, Session, TokenLogprob, least_program
-from infer.rows import Rows
+from treering.configs.sampling import RequestConfig
+from treering.infer.chunks import Chunks
+from treering.infer.engine import MAX_STEPS, Drawn, Engine
+from treering.infer.pages import Pages, page_keys
+from treering.infer.request import Event, FinishReason, Request, Session, TokenLogprob, least_program
+from treering.infer.rows import Rows
 
 
 class Scheduler:

@@ -4,15 +4,20 @@ The attention algorithms take global arrays, a mask and a mesh, and serve any mo
 and v `[batch kv_seq kv_heads head_dim]`.
 """
 
-from layers.blockwise import local_attention as local_attention
-from layers.dense import dense_attention as dense_attention
-from layers.energy import attention_energy as attention_energy
-from layers.gather import gather_attention as gather_attention
-from layers.mask import Mask as Mask
-from layers.order import from_order as from_order
-from layers.order import to_order as to_order
-from layers.partial import Partial as Partial
-from layers.partial import merge as merge
-from layers.ring import ring_attention as ring_attention
-from layers.tree import tree_attention as tree_attention
-from layers.tree import tree_combine as tree_combine
+if __name__ != "treering.layers":
+    # As a package of its own it would be a second copy, with second classes of every name.
+    raise ImportError("import treering.layers, and take the root of Treering's repository off sys.path")
+
+
+from treering.layers.blockwise import local_attention as local_attention
+from treering.layers.dense import dense_attention as dense_attention
+from treering.layers.energy import attention_energy as attention_energy
+from treering.layers.gather import gather_attention as gather_attention
+from treering.layers.mask import Mask as Mask
+from treering.layers.order import from_order as from_order
+from treering.layers.order import to_order as to_order
+from treering.layers.partial import Partial as Partial
+from treering.layers.partial import merge as merge
+from treering.layers.ring import ring_attention as ring_attention
+from treering.layers.tree import tree_attention as tree_attention
+from treering.layers.tree import tree_combine as tree_combine

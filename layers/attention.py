@@ -7,11 +7,11 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from configs.rope import RopeConfig
-from layers.linear import Linear
-from layers.mask import Mask
-from layers.rope import rotate
-from layers.sharding import Plan
+from treering.configs.rope import RopeConfig
+from treering.layers.linear import Linear
+from treering.layers.mask import Mask
+from treering.layers.rope import rotate
+from treering.layers.sharding import Plan
 
 
 @runtime_checkable  # for the checks of annotations in tests

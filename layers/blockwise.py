@@ -8,11 +8,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from layers.kernels import Pairs, kernel_for
-from layers.kernels.tiles import Q_TILE
-from layers.mask import BlockClass, Mask, static_class
-from layers.partial import Partial, statistics_dtype
-from layers.varying import vary_over, varying_axes
+from treering.layers.kernels import Pairs, kernel_for
+from treering.layers.kernels.tiles import Q_TILE
+from treering.layers.mask import BlockClass, Mask, static_class
+from treering.layers.partial import Partial, statistics_dtype
+from treering.layers.varying import vary_over, varying_axes
 
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 """What remat policies save by name so that attention does not run again (`jax.checkpoint_policies`)."""

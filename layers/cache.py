@@ -19,12 +19,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from layers.attention import Context
-from layers.mask import Mask, visible
-from layers.partial import Partial, statistics_dtype
-from layers.ring import ring_local
-from layers.sharding import Plan, array_field
-from layers.tree import Scheme, tree_combine
+from treering.layers.attention import Context
+from treering.layers.mask import Mask, visible
+from treering.layers.partial import Partial, statistics_dtype
+from treering.layers.ring import ring_local
+from treering.layers.sharding import Plan, array_field
+from treering.layers.tree import Scheme, tree_combine
 
 QUERY_TILE = 256
 """Queries that attend together where they are many."""

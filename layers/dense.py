@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from layers.blockwise import check_shapes, check_token_data
-from layers.mask import Mask, visible
-from layers.partial import Partial, statistics_dtype
+from treering.layers.blockwise import check_shapes, check_token_data
+from treering.layers.mask import Mask, visible
+from treering.layers.partial import Partial, statistics_dtype
 
 
 def dense_partial(

@@ -2,8 +2,8 @@
 
 import jax
 
-from configs.mesh import Axis, MeshConfig
-from layers.sharding import Plan, Table, make_mesh
+from treering.configs.mesh import Axis, MeshConfig
+from treering.layers.sharding import Plan, Table, make_mesh
 
 
 def simulate_cpu_devices(count: int) -> None:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from layers.linear import project
-from layers.sharding import Plan, array_field
+from treering.layers.linear import project
+from treering.layers.sharding import Plan, array_field
 
 
 class Embedding(eqx.Module):

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from layers.mask import Mask, visible
-from layers.partial import statistics_dtype
+from treering.layers.mask import Mask, visible
+from treering.layers.partial import statistics_dtype
 
 
 def attention_energy(

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from layers.blockwise import check_shapes, check_token_data
-from layers.mask import Mask
-from layers.order import Order, check_order
-from layers.partial import Partial
+from treering.layers.blockwise import check_shapes, check_token_data
+from treering.layers.mask import Mask
+from treering.layers.order import Order, check_order
+from treering.layers.partial import Partial
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from layers.partial import statistics_dtype
-from layers.sharding import array_field
+from treering.layers.partial import statistics_dtype
+from treering.layers.sharding import array_field
 
 
 class StoredWeight(Protocol):

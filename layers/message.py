@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from layers.partial import Partial
+from treering.layers.partial import Partial
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from layers.linear import Linear
+from treering.layers.linear import Linear
 
 
 class SwiGLU(eqx.Module):

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from layers.partial import statistics_dtype
-from layers.sharding import array_field
+from treering.layers.partial import statistics_dtype
+from treering.layers.sharding import array_field
 
 
 class RMSNorm(eqx.Module):

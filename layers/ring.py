@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from layers.blockwise import check_shapes, delta, fold_keys, fold_queries, named, unfold_partial
-from layers.island import island
-from layers.kernels import kernel_for
-from layers.mask import Mask
-from layers.order import Order
-from layers.partial import Partial, merge
-from layers.shares import Steps
-from layers.tokens import Tokens
-from layers.varying import vary_over, varying_axes
+from treering.layers.blockwise import check_shapes, delta, fold_keys, fold_queries, named, unfold_partial
+from treering.layers.island import island
+from treering.layers.kernels import kernel_for
+from treering.layers.mask import Mask
+from treering.layers.order import Order
+from treering.layers.partial import Partial, merge
+from treering.layers.shares import Steps
+from treering.layers.tokens import Tokens
+from treering.layers.varying import vary_over, varying_axes
 
 
 def ring_attention(

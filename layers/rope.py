@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from configs.rope import DefaultRope, LinearRope, Llama3Rope, RopeConfig, YarnRope
+from treering.configs.rope import DefaultRope, LinearRope, Llama3Rope, RopeConfig, YarnRope
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "pairs"]:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from configs.mesh import AXES, Axis
+from treering.configs.mesh import AXES, Axis
 
 T = TypeVar("T")
 # An abstract mesh serves where devices are not asked for; a type checker would want that shown at every use of them.

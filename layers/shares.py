@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from layers.kernels import Pairs
-from layers.mask import BlockClass, Mask
-from layers.tokens import Tokens
+from treering.layers.kernels import Pairs
+from treering.layers.mask import BlockClass, Mask
+from treering.layers.tokens import Tokens
 
 T = TypeVar("T")
 

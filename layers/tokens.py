@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from layers.blockwise import check_token_data
-from layers.kernels import Pairs
-from layers.mask import BlockClass, Mask
-from layers.order import Order, order_divisor, order_positions, rank_positions
-from layers.varying import vary_over
+from treering.layers.blockwise import check_token_data
+from treering.layers.kernels import Pairs
+from treering.layers.mask import BlockClass, Mask
+from treering.layers.order import Order, order_divisor, order_positions, rank_positions
+from treering.layers.varying import vary_over
 
 
 class Tokens(eqx.Module):

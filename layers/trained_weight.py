@@ -17,11 +17,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from configs.mesh import Axis
-from layers.embed import lookup
-from layers.linear import project
-from layers.sharding import Dims, Plan, dims_of, is_matrix, unstacked
-from layers.varying import vary_over, varying_axes
+from treering.configs.mesh import Axis
+from treering.layers.embed import lookup
+from treering.layers.linear import project
+from treering.layers.sharding import Dims, Plan, dims_of, is_matrix, unstacked
+from treering.layers.varying import vary_over, varying_axes
 
 T = TypeVar("T")
 

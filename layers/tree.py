@@ -21,12 +21,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from layers.blockwise import check_shapes, check_token_data, local_attention
-from layers.island import check_divides, mesh_axes, placed
-from layers.mask import Mask
-from layers.message import Route, exchange
-from layers.partial import Partial, merge_stacked, statistics_dtype
-from layers.varying import vary_over
+from treering.layers.blockwise import check_shapes, check_token_data, local_attention
+from treering.layers.island import check_divides, mesh_axes, placed
+from treering.layers.mask import Mask
+from treering.layers.message import Route, exchange
+from treering.layers.partial import Partial, merge_stacked, statistics_dtype
+from treering.layers.varying import vary_over
 
 Scheme = Literal["all_to_all", "all_gather", "two_level", "two_level_gather"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)

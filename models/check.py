@@ -18,21 +18,21 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array, Float
 
-from configs.mesh import AXES, Axis
-from configs.model import ModelConfig
-from configs.user_file import find_in_file
-from layers.attention import Context
-from layers.cache import PagedAttention
-from layers.sharding import Plan, Table, make_mesh
-from models.checkpoint import abstract_model, named_leaves
-from models.families import families, family_of, named_sizes, read_hf_config
-from models.families.fields import Fields
-from models.load import open_model
-from models.record import Record
-from models.safetensors_folder import listing
-from models.score import text_logits
-from models.tokenizer import transformers
-from models.transformer import Transformer, check_mesh, empty_pools
+from treering.configs.mesh import AXES, Axis
+from treering.configs.model import ModelConfig
+from treering.configs.user_file import find_in_file
+from treering.layers.attention import Context
+from treering.layers.cache import PagedAttention
+from treering.layers.sharding import Plan, Table, make_mesh
+from treering.models.checkpoint import abstract_model, named_leaves
+from treering.models.families import families, family_of, named_sizes, read_hf_config
+from treering.models.families.fields import Fields
+from treering.models.load import open_model
+from treering.models.record import Record
+from treering.models.safetensors_folder import listing
+from treering.models.score import text_logits
+from treering.models.tokenizer import transformers
+from treering.models.transformer import Transformer, check_mesh, empty_pools
 
 MESHES: tuple[Mapping[Axis, int], ...] = (
     {},

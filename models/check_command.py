@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from configs.cli import Positional, parse
+from treering.configs.cli import Positional, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class CheckOptions:
 def main(arguments: list[str]) -> int:
     """Runs the command."""
     options = parse(CheckOptions, arguments, program="treering check")
-    from models.check import check, find_entry
+    from treering.models.check import check, find_entry
 
     failed = False
     for finding in check(find_entry(options.entry)):

@@ -17,13 +17,13 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from configs.model import ModelConfig
-from layers.sharding import Plan
-from models.families import families
-from models.record import RECORD, TOKENIZER, WEIGHTS, Record, read_record
-from models.record import read_config as read_config
-from models.transformer import Transformer
-from models.weights import DTYPES, all_finite, fingerprint, hash_arrays, read_arrays, write_arrays
+from treering.configs.model import ModelConfig
+from treering.layers.sharding import Plan
+from treering.models.families import families
+from treering.models.record import RECORD, TOKENIZER, WEIGHTS, Record, read_record
+from treering.models.record import read_config as read_config
+from treering.models.transformer import Transformer
+from treering.models.weights import DTYPES, all_finite, fingerprint, hash_arrays, read_arrays, write_arrays
 
 
 def abstract_model(config: ModelConfig) -> Transformer:

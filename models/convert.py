@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from configs.model import ModelConfig
-from models.checkpoint import (
+from treering.configs.model import ModelConfig
+from treering.models.checkpoint import (
     abstract_model,
     check_destination,
     empty,
@@ -23,16 +23,16 @@ from models.checkpoint import (
     named_leaves,
     written_beside,
 )
-from models.families import config_of, families
-from models.gguf import open_gguf
-from models.meta import PARAMS, open_meta
-from models.progress import byte_progress
-from models.record import RECORD, TOKENIZER, WEIGHTS, Record
-from models.safetensors_folder import listing, open_folder
-from models.source import Source, StoredTensor
-from models.text_part import text_part
-from models.tokenizer import Tokenizer
-from models.weights import DTYPES, Deferred, fingerprint, hash_array, is_finite, write_arrays
+from treering.models.families import config_of, families
+from treering.models.gguf import open_gguf
+from treering.models.meta import PARAMS, open_meta
+from treering.models.progress import byte_progress
+from treering.models.record import RECORD, TOKENIZER, WEIGHTS, Record
+from treering.models.safetensors_folder import listing, open_folder
+from treering.models.source import Source, StoredTensor
+from treering.models.text_part import text_part
+from treering.models.tokenizer import Tokenizer
+from treering.models.weights import DTYPES, Deferred, fingerprint, hash_array, is_finite, write_arrays
 
 JOURNAL = "progress.json"
 

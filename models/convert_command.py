@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from configs.cli import Positional, parse
-from configs.precision import DType
+from treering.configs.cli import Positional, parse
+from treering.configs.precision import DType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class ConvertOptions:
 def main(arguments: list[str]) -> int:
     """Runs the command."""
     options = parse(ConvertOptions, arguments, program="treering convert")
-    from models.convert import convert
+    from treering.models.convert import convert
 
     convert(
         options.source,

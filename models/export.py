@@ -14,16 +14,16 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from configs.model import ModelConfig
-from layers.sharding import Dims, dims_of, unstacked
-from models.checkpoint import abstract_model, check_place, empty, named_leaves, written_beside
-from models.families import families
-from models.progress import byte_progress
-from models.record import RECORD, TOKENIZER, WEIGHTS, Record, read_record
-from models.safetensors_folder import listing
-from models.safetensors_writer import SafetensorsWriter
-from models.tokenizer import Tokenizer
-from models.weights import DTYPES, fingerprint, hash_array, read_array, read_shapes
+from treering.configs.model import ModelConfig
+from treering.layers.sharding import Dims, dims_of, unstacked
+from treering.models.checkpoint import abstract_model, check_place, empty, named_leaves, written_beside
+from treering.models.families import families
+from treering.models.progress import byte_progress
+from treering.models.record import RECORD, TOKENIZER, WEIGHTS, Record, read_record
+from treering.models.safetensors_folder import listing
+from treering.models.safetensors_writer import SafetensorsWriter
+from treering.models.tokenizer import Tokenizer
+from treering.models.weights import DTYPES, fingerprint, hash_array, read_array, read_shapes
 
 SHARD_BYTES = 5 * 10**9
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout")

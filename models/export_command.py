@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from configs.cli import Positional, parse
+from treering.configs.cli import Positional, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     options = parse(ExportOptions, arguments, program="treering export")
     if not math.isfinite(options.shard_gigabytes):
         raise ValueError(f"shard_gigabytes {options.shard_gigabytes}: it must be a number, such as 5")
-    from models.export import export
+    from treering.models.export import export
 
     export(
         options.checkpoint,

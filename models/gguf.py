@@ -10,10 +10,10 @@ import gguf
 import ml_dtypes
 import numpy as np
 
-from models.families.fields import Fields, check_file
-from models.gguf_rope import FREQUENCIES, read_rope
-from models.gguf_tokenizer import save_tokenizer
-from models.source import Source, StoredTensor, identity_of, read_bytes, read_interleaved
+from treering.models.families.fields import Fields, check_file
+from treering.models.gguf_rope import FREQUENCIES, read_rope
+from treering.models.gguf_tokenizer import save_tokenizer
+from treering.models.source import Source, StoredTensor, identity_of, read_bytes, read_interleaved
 
 _CONFIG = {
     "embedding_length": "hidden_size",

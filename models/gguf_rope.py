@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from configs.rope import DefaultRope, Llama3Rope
-from layers.rope import inverse_frequencies
+from treering.configs.rope import DefaultRope, Llama3Rope
+from treering.layers.rope import inverse_frequencies
 
 FREQUENCIES = "rope_freqs.weight"
 """A tensor of what each frequency is divided by: how llama.cpp stores Llama 3.1's rule."""

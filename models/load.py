@@ -11,17 +11,17 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from configs.model import ModelConfig
-from layers.sharding import Plan
-from models.checkpoint import abstract_model, load_model, named_leaves
-from models.convert import Parameter, fill, match, open_source, read_source_config
-from models.meta import PARAMS
-from models.progress import byte_progress
-from models.record import CHECKPOINTS, RECORD, TOKENIZER, WEIGHTS, read_record
-from models.source import Source
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
-from models.weights import DTYPES
+from treering.configs.model import ModelConfig
+from treering.layers.sharding import Plan
+from treering.models.checkpoint import abstract_model, load_model, named_leaves
+from treering.models.convert import Parameter, fill, match, open_source, read_source_config
+from treering.models.meta import PARAMS
+from treering.models.progress import byte_progress
+from treering.models.record import CHECKPOINTS, RECORD, TOKENIZER, WEIGHTS, read_record
+from treering.models.source import Source
+from treering.models.tokenizer import Tokenizer
+from treering.models.transformer import Transformer
+from treering.models.weights import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)

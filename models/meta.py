@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from models.families.fields import Fields, check_file, read_json
-from models.meta_tokenizer import save_tokenizer
-from models.safetensors_folder import listing
-from models.source import Source, StoredTensor, identity_of, read_interleaved
-from models.weights import DTYPES, hash_array
+from treering.models.families.fields import Fields, check_file, read_json
+from treering.models.meta_tokenizer import save_tokenizer
+from treering.models.safetensors_folder import listing
+from treering.models.source import Source, StoredTensor, identity_of, read_interleaved
+from treering.models.weights import DTYPES, hash_array
 
 PARAMS = "params.json"
 _FILES = "consolidated.*.pth"

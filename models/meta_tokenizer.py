@@ -12,8 +12,8 @@ from typing import Any
 
 import sentencepiece
 
-from models import gguf_tokenizer
-from models.families.fields import check_no_pointer
+from treering.models import gguf_tokenizer
+from treering.models.families.fields import check_no_pointer
 
 _FILE = "tokenizer.model"
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from configs.user_file import import_file
-from models.families import families
+from treering.configs.user_file import import_file
+from treering.models.families import families
 
 
 def load_plugin(path: str | Path) -> None:

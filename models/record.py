@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.model import ModelConfig
-from configs.rope import ROPE_KINDS
-from models.families import families
-from models.families.fields import check_file
+from treering.configs.model import ModelConfig
+from treering.configs.rope import ROPE_KINDS
+from treering.models.families import families
+from treering.models.families.fields import check_file
 
 FORMAT = 1
 RECORD = "model.json"

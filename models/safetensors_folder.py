@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from models.families.fields import Fields, check_file, check_no_pointer, read_json
-from models.source import Source, StoredTensor, identity_of, read_bytes
+from treering.models.families.fields import Fields, check_file, check_no_pointer, read_json
+from treering.models.source import Source, StoredTensor, identity_of, read_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

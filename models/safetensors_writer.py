@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.safetensors_folder import DTYPES, INDEX, SINGLE
+from treering.models.safetensors_folder import DTYPES, INDEX, SINGLE
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from layers.attention import Context
-from layers.dense import dense_attention
-from layers.mask import Mask
-from layers.sharding import Plan
-from models.transformer import Transformer
+from treering.layers.attention import Context
+from treering.layers.dense import dense_attention
+from treering.layers.mask import Mask
+from treering.layers.sharding import Plan
+from treering.models.transformer import Transformer
 
 
 def text_logits(model: Transformer, plan: Plan, ids: list[int]) -> Float[np.ndarray, "seq vocab"]:

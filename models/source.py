@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from models.families.fields import Fields
+from treering.models.families.fields import Fields
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 import sys
 from dataclasses import replace
 
-from models.families import families
-from models.families.fields import Fields
-from models.source import Source
+from treering.models.families import families
+from treering.models.families.fields import Fields
+from treering.models.source import Source
 
 _PREFIX = "language_model."
 

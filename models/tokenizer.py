@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.families.fields import check_no_pointer, read_json
-from models.record import TOKENIZER
-from models.safetensors_folder import TOKENIZER_FILES
+from treering.models.families.fields import check_no_pointer, read_json
+from treering.models.record import TOKENIZER
+from treering.models.safetensors_folder import TOKENIZER_FILES
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WINDOW = 64

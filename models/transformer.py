@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from configs.model import ModelConfig
-from layers.attention import Attention, Context
-from layers.cache import PagePool
-from layers.embed import Embedding
-from layers.linear import Linear
-from layers.mlp import SwiGLU
-from layers.norm import RMSNorm
-from layers.sharding import Plan, divisors, stacked_field
+from treering.configs.model import ModelConfig
+from treering.layers.attention import Attention, Context
+from treering.layers.cache import PagePool
+from treering.layers.embed import Embedding
+from treering.layers.linear import Linear
+from treering.layers.mlp import SwiGLU
+from treering.layers.norm import RMSNorm
+from treering.layers.sharding import Plan, divisors, stacked_field
 
 
 class Block(eqx.Module):

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from configs.rope import DefaultRope
-from layers.sharding import Plan
-from models.load import OpenModel
-from models.score import text_logits
-from models.tokenizer import transformers
-from models.transformer import check_mesh
+from treering.configs.rope import DefaultRope
+from treering.layers.sharding import Plan
+from treering.models.load import OpenModel
+from treering.models.score import text_logits
+from treering.models.tokenizer import transformers
+from treering.models.transformer import check_mesh
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 import sys
 from dataclasses import dataclass, field
 
-from configs.cli import Positional, parse
-from configs.mesh import MeshConfig
+from treering.configs.cli import Positional, parse
+from treering.configs.mesh import MeshConfig
 
 TEXT = (
     "A tree grows by one ring a year. Wide rings tell of wet years, narrow ones of drought, and a scar inside a ring "
@@ -42,9 +42,9 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"bound {options.bound}: it must be above 0")
     if options.max_tokens < 1:
         raise ValueError(f"max_tokens {options.max_tokens}: compare on at least 1")
-    from layers.devices import plan_for, simulate_cpu_devices
-    from models.load import open_model
-    from models.verify import verify
+    from treering.layers.devices import plan_for, simulate_cpu_devices
+    from treering.models.load import open_model
+    from treering.models.verify import verify
 
     opened = open_model(options.checkpoint)
     if options.cpu_devices is not None:

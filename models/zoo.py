@@ -2,13 +2,13 @@
 
 import math
 
-from configs.model import ModelConfig
-from models.families import named_sizes
+from treering.configs.model import ModelConfig
+from treering.models.families import named_sizes
 
 
 def parameter_count(config: ModelConfig) -> int:
     """Numbers in the model's weights; tied embeddings count once."""
-    from models.checkpoint import abstract_model, named_leaves
+    from treering.models.checkpoint import abstract_model, named_leaves
 
     return sum(math.prod(leaf.shape) for leaf in named_leaves(abstract_model(config)).values())
 

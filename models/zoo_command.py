@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from configs.cli import parse
+from treering.configs.cli import parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class ZooOptions:
 def main(arguments: list[str]) -> int:
     """Runs the command."""
     parse(ZooOptions, arguments, program="treering zoo")
-    from models.zoo import table
+    from treering.models.zoo import table
 
     print(table())
     return 0

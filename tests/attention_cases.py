@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from layers.dense import dense_partial
-from layers.mask import Mask
-from layers.order import Order, from_order, order_divisor, to_order
-from layers.partial import Partial
+from treering.layers.dense import dense_partial
+from treering.layers.mask import Mask
+from treering.layers.order import Order, from_order, order_divisor, to_order
+from treering.layers.partial import Partial
 
 MASKS = {
     "none": Mask(causal=False),
@@ -241,9 +241,9 @@ def check(case: Case, make_mesh: Callable[..., Mesh], *, scales: tuple[float, ..
 
     `scales` multiply the queries, and so the scores.
     """
-    from layers.blockwise import local_attention
-    from layers.gather import gather_partial
-    from layers.ring import ring_partial
+    from treering.layers.blockwise import local_attention
+    from treering.layers.gather import gather_partial
+    from treering.layers.ring import ring_partial
 
     mask = MASKS[case.mask]
     divisor = 1 if case.order == "contiguous" else order_divisor(case.order, case.p)

@@ -5,7 +5,7 @@ import sys
 
 import jax
 
-from configs.recipes import RECIPES
+from treering.configs.recipes import RECIPES
 
 config = RECIPES[sys.argv[1]]()
 sizes = {axis: getattr(config.mesh, axis) or 1 for axis in ("data", "fsdp", "context", "tensor")}
@@ -15,8 +15,8 @@ jax.config.update("jax_num_cpu_devices", devices)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import hlo  # noqa: E402
-from layers.devices import plan_for  # noqa: E402
-from train.step import abstract_state, step_program  # noqa: E402
+from treering.layers.devices import plan_for  # noqa: E402
+from treering.train.step import abstract_state, step_program  # noqa: E402
 
 plan = plan_for(config.mesh, "train", fill="fsdp")
 state = abstract_state(config.model, config.optimizer, plan, params=config.step.precision.params)

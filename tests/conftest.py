@@ -7,16 +7,20 @@ The packages of this repository are imported inside fixtures: at this file's top
 checks the shapes in their annotations.
 """
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 # Read when the libraries are imported or their backend starts. Subprocesses of tests inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Many tests compile the same programs, and the next run all of them.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "compiled"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # Eight devices share few cores: on a busy machine one may keep the others waiting longer than XLA's 40 seconds.
 os.environ["XLA_FLAGS"] = (
@@ -42,6 +46,12 @@ hypothesis.settings.register_profile(
     "treering", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("treering")
+
+
+# `bench` lies at the repository's root, which is on no path: there it would bring a second copy of our packages.
+_bench = importlib.util.spec_from_file_location("bench", ROOT / "bench" / "__init__.py")
+assert _bench is not None
+sys.modules["bench"] = importlib.util.module_from_spec(_bench)
 
 
 @pytest.fixture
@@ -74,6 +84,6 @@ def mesh() -> Callable[..., Mesh]:
 @pytest.fixture(scope="session")
 def demo_gguf() -> Path:
     """The demo model's GGUF file. The first test that asks downloads it into `.cache`; parallel ones wait for it."""
-    from infer import demo
+    from treering.infer import demo
 
-    return demo.fetch(Path(__file__).parents[1] / ".cache")
+    return demo.fetch(ROOT / ".cache")

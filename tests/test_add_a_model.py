@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import treering
-from models.families import registry
+from treering.models.families import registry
 
 PAGE = Path(__file__).parents[1] / "docs" / "add-a-model.md"
 STEP = re.compile(r"(?:^`(?P<file>[\w./-]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -86,7 +86,7 @@ def test_the_plugin_of_the_page_is_known_to_zoo(
             "family 'llama' is registered already: choose another name",
         ),
         (
-            "from dataclasses import replace\nfrom models.families import llama, register_family\n"
+            "from dataclasses import replace\nfrom treering.models.families import llama, register_family\n"
             "class Config(llama.LlamaConfig):\n    family = 'mine'\n"
             "register_family(replace(llama.FAMILY, name='mine', config_class=Config))",
             "model_type llama is that of the family 'llama'",

@@ -15,28 +15,28 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(checkpoint, mesh):
-    from configs.precision import Precision
-    from infer.engine import Engine
-    from layers.sharding import Plan
-    from models.checkpoint import load_model
+    from treering.configs.precision import Precision
+    from treering.infer.engine import Engine
+    from treering.layers.sharding import Plan
+    from treering.models.checkpoint import load_model
 
     plan = Plan(mesh(context=2), "decode")
     return Engine(load_model(checkpoint, plan, "float32"), plan, Precision(), batch=1, capacity=256)
 
 
 def conversation(engine, checkpoint, **options):
-    from configs.sampling import RequestConfig
-    from infer.chat import Conversation
-    from infer.scheduler import Scheduler
-    from models.tokenizer import Tokenizer
+    from treering.configs.sampling import RequestConfig
+    from treering.infer.chat import Conversation
+    from treering.infer.scheduler import Scheduler
+    from treering.models.tokenizer import Tokenizer
 
     return Conversation(Scheduler(engine), Tokenizer.load(checkpoint), RequestConfig(**options))
 
 
 def test_turns_read_only_what_is_new_and_answer_as_if_read_whole(engine, checkpoint):
     """The second answer equals that of a fresh row; the cache's rows were not read again."""
-    from infer.answer import Answer
-    from infer.scheduler import Scheduler
+    from treering.infer.answer import Answer
+    from treering.infer.scheduler import Scheduler
 
     talk = conversation(engine, checkpoint, max_new_tokens=6)
     turns = ["The capital of France", "Rings of a tree", "tabs and spaces"]
@@ -69,7 +69,7 @@ def test_an_answer_broken_off_leaves_a_conversation_that_goes_on(engine, checkpo
 
 
 def test_a_conversation_that_outgrows_the_cache_is_refused_and_kept(engine, checkpoint, tmp_path, capsys):
-    from infer.chat import obey_or_reply
+    from treering.infer.chat import obey_or_reply
 
     talk = conversation(engine, checkpoint, max_new_tokens=2)
     obey_or_reply(talk, "hello")

@@ -78,7 +78,7 @@ def test_generate_refuses_in_one_line(checkpoint, capsys, options, words):
     ],
 )
 def test_fields_are_called_as_the_user_typed_them(message, arguments, told):
-    from configs.cli import as_typed
+    from treering.configs.cli import as_typed
 
     assert as_typed(message, arguments) == told
 
@@ -172,8 +172,8 @@ def test_stdin_max_tokens_and_json(checkpoint, capsys, monkeypatch):
 
 
 def test_help_names_every_option(capsys):
-    from configs.cli import flags_of
-    from configs.infer import GenerateOptions
+    from treering.configs.cli import flags_of
+    from treering.configs.infer import GenerateOptions
 
     with pytest.raises(SystemExit):
         run(["generate", "--help"], capsys)

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "layers", "models", "infer", "train")
-FOLDERS = (*PACKAGES, "bench", "docs", "tests", ".ci")
+FOLDERS = (*PACKAGES, "src", "bench", "docs", "tests", ".ci")
 TEXT = {"", ".cfg", ".json", ".jsonl", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 
 pytestmark = pytest.mark.smoke
@@ -21,6 +21,7 @@ def files() -> list[Path]:
     """The repository's own text files: those in its folders, and those that lie at its root."""
     found = [path for path in ROOT.iterdir() if path.is_file()]
     for folder in FOLDERS:
+        # Links, such as those of src/treering, are not followed.
         found += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
     return sorted(path for path in found if path.suffix in TEXT and "__pycache__" not in path.parts)
 
@@ -34,7 +35,9 @@ def name(path: Path) -> str:
 
 
 def dotted(path: Path) -> str:
+    """The name under which a file of the product is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "src" else ("treering", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -67,8 +70,9 @@ else:
 
 
 def test_importing_every_module_starts_no_backend() -> None:
-    every = [dotted(path) for path in modules() if path.relative_to(ROOT).parts[0] in (*PACKAGES, "treering.py")]
-    assert {"treering", *PACKAGES} <= set(every)
+    every = [dotted(path) for path in modules() if path.relative_to(ROOT).parts[0] in (*PACKAGES, "src")]
+    every.remove("treering.__main__")
+    assert {"treering", *(f"treering.{package}" for package in PACKAGES)} <= set(every)
     done = run(sys.executable, "-c", IMPORT_ALL, *every)
     assert done.returncode == 0, done.stderr
     said = done.stdout.split("\n")[-2]
@@ -151,10 +155,16 @@ def test_no_file_names_a_registry_or_a_path_of_one_machine() -> None:
 
 
 def test_the_installed_packages_are_those_of_this_repository(tmp_path: Path) -> None:
-    """Seen from another folder, without the path that pytest adds: what the console script imports."""
-    program = f"import {', '.join(PACKAGES)}, treering; print(*(m.__file__ for m in ({', '.join(PACKAGES)}, treering)))"
+    """Seen from another folder: what the console script imports."""
+    names = ["treering", *(f"treering.{package}" for package in PACKAGES)]
+    program = f"import {', '.join(names)}; print(*(m.__file__ for m in ({', '.join(names)})))"
     done = subprocess.run([sys.executable, "-I", "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(ROOT / package / "__init__.py") for package in PACKAGES] + [
-        str(ROOT / "treering.py")
-    ]
+    assert done.stdout.split() == [str(ROOT / "src" / name.replace(".", "/") / "__init__.py") for name in names]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_not_imported_twice(package: str) -> None:
+    """With the repository's root on the path its folders have names of their own: a second copy of every class."""
+    done = run(sys.executable, "-c", f"import {package}")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(f"ImportError: import treering.{package},")

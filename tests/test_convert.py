@@ -17,17 +17,17 @@ from jax.sharding import Mesh
 
 import tiny
 import treering
-from configs.model import ModelConfig
-from configs.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
-from layers.sharding import Plan
-from models import convert as conversion
-from models.checkpoint import load_model, named_leaves, read_config, read_record
-from models.convert import convert
-from models.families import config_of
-from models.families.fields import Fields
-from models.load import open_model
-from models.tokenizer import Tokenizer
-from models.weights import DTYPES, is_finite
+from treering.configs.model import ModelConfig
+from treering.configs.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from treering.layers.sharding import Plan
+from treering.models import convert as conversion
+from treering.models.checkpoint import load_model, named_leaves, read_config, read_record
+from treering.models.convert import convert
+from treering.models.families import config_of
+from treering.models.families.fields import Fields
+from treering.models.load import open_model
+from treering.models.tokenizer import Tokenizer
+from treering.models.weights import DTYPES, is_finite
 
 TIED = tiny.LLAMA | {"tie_word_embeddings": True}
 BLOCK = {

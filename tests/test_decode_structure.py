@@ -7,11 +7,11 @@ import hlo
 
 
 def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384, loops: hlo.Loops = 1):
-    from configs.llama import LLAMA_3_2_1B_CUT
-    from configs.precision import Precision
-    from infer.engine import Engine
-    from layers.sharding import Plan
-    from models.families import families
+    from treering.configs.llama import LLAMA_3_2_1B_CUT
+    from treering.configs.precision import Precision
+    from treering.infer.engine import Engine
+    from treering.layers.sharding import Plan
+    from treering.models.families import families
 
     plan = Plan(mesh(**sizes), "decode")
     family = families()["llama"]

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layers.dense import dense_partial
-from layers.energy import attention_energy
-from layers.mask import Mask
+from treering.layers.dense import dense_partial
+from treering.layers.energy import attention_energy
+from treering.layers.mask import Mask
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -26,7 +26,7 @@ def name(sizes):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from models.convert import convert
+    from treering.models.convert import convert
 
     source = tiny.write_folder(tmp_path_factory.mktemp("tiny") / "hf")
     convert(source, source.parent / "checkpoint")
@@ -34,10 +34,10 @@ def folder(tmp_path_factory):
 
 
 def make_engine(folder, mesh, sizes, *, batch, capacity, unrolled=False):
-    from configs.precision import Precision
-    from infer.engine import Engine
-    from layers.sharding import Plan
-    from models.checkpoint import load_model
+    from treering.configs.precision import Precision
+    from treering.infer.engine import Engine
+    from treering.layers.sharding import Plan
+    from treering.models.checkpoint import load_model
 
     plan = Plan(mesh(**sizes), "decode")
     model = load_model(folder, plan, "float32")
@@ -97,8 +97,8 @@ def test_prefill_and_decode_equal_one_pass(folder, mesh, oracle, sizes):
 @pytest.mark.parametrize("chunk", [1, 3, 5, 16])
 def test_any_chunk_size_gives_the_same_logits(folder, mesh, oracle, chunk, monkeypatch):
     """Rows of several pages, of which the larger chunks take two at a time, where a pair may end past the last."""
-    from infer import chunks, engine
-    from layers import cache
+    from treering.infer import chunks, engine
+    from treering.layers import cache
 
     monkeypatch.setattr(chunks, "PREFILL_CHUNKS", (chunk,))
     monkeypatch.setattr(engine, "PAGE_SLOTS", 2)
@@ -127,7 +127,7 @@ def test_greedy_tokens_are_those_of_each_row_alone_on_every_mesh(folder, mesh):
 
 def test_rows_of_an_unrolled_model_together_draw_what_each_draws_alone(folder, mesh):
     """Alone by weights as they are, together by weights stored in dims first."""
-    from layers.linear import InputsFirst
+    from treering.layers.linear import InputsFirst
 
     prompts = [row[:length] for row, length in zip(token_rows(4, 40, seed=1), (1, 5, 5, 40), strict=True)]
     alone, together = (
@@ -140,8 +140,8 @@ def test_rows_of_an_unrolled_model_together_draw_what_each_draws_alone(folder, m
 
 def events_of(engine, prompts, *, end_ids=(), **options):
     """The events of each prompt, all submitted at once to a fresh scheduler."""
-    from configs.sampling import RequestConfig
-    from infer.scheduler import Scheduler
+    from treering.configs.sampling import RequestConfig
+    from treering.infer.scheduler import Scheduler
 
     scheduler = Scheduler(engine)
     numbers = [scheduler.submit(prompt, RequestConfig(**options), end_ids=end_ids) for prompt in prompts]
@@ -206,8 +206,8 @@ def test_the_table_of_pages_may_be_any_permutation(folder, mesh):
 
 
 def test_wrong_requests_are_refused_by_name(folder, mesh):
-    from configs.sampling import RequestConfig
-    from infer.scheduler import Scheduler
+    from treering.configs.sampling import RequestConfig
+    from treering.infer.scheduler import Scheduler
 
     scheduler = Scheduler(make_engine(folder, mesh, {"data": 2}, batch=2, capacity=8))
     for prompt, word in (([], "empty"), ([1] * 9, "9 tokens"), ([96], "vocabulary of 96"), ([-1], "outside")):

@@ -13,10 +13,10 @@ import safetensors.numpy
 
 import tiny
 import treering
-from models.convert import convert
-from models.export import export
-from models.safetensors_writer import SafetensorsWriter
-from models.weights import DTYPES
+from treering.models.convert import convert
+from treering.models.export import export
+from treering.models.safetensors_writer import SafetensorsWriter
+from treering.models.weights import DTYPES
 
 TIED = tiny.LLAMA | {"tie_word_embeddings": True}
 NAMES = sorted(tiny.tensors())

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.gemma import Gemma3Config
-from configs.rope import DefaultRope, LinearRope
-from layers.sharding import Plan
-from models.families import families
-from models.families.fields import Fields
 from parity import oracle, ours, right_logits, run, there_and_back
+from treering.configs.gemma import Gemma3Config
+from treering.configs.rope import DefaultRope, LinearRope
+from treering.layers.sharding import Plan
+from treering.models.families import families
+from treering.models.families.fields import Fields
 
 torch = pytest.importorskip("torch")
 
@@ -76,8 +76,8 @@ def test_logits_at_every_length(tmp_path: Path, plan: Plan, layers: int, changes
 
 def test_decoding_token_by_token(tmp_path: Path, mesh: Callable[..., Any]) -> None:
     """Through the cache, on four devices: windows, angles and the broken-off period hold there too."""
-    from configs.precision import Precision
-    from infer.engine import Engine
+    from treering.configs.precision import Precision
+    from treering.infer.engine import Engine
 
     kinds = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
     model = oracle(config(5, layer_types=kinds))
@@ -98,8 +98,8 @@ def test_decoding_token_by_token(tmp_path: Path, mesh: Callable[..., Any]) -> No
 @pytest.mark.long
 def test_a_long_prompt_is_spread_over_devices(tmp_path: Path, mesh: Callable[..., Any]) -> None:
     """Two long chunks and a short one on four devices, each device with every fourth token: the windows hold there."""
-    from configs.precision import Precision
-    from infer.engine import Engine
+    from treering.configs.precision import Precision
+    from treering.infer.engine import Engine
 
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     model = oracle(config(3, layer_types=kinds, sliding_window=32, max_position_embeddings=1024))
@@ -134,8 +134,8 @@ def test_there_and_back_bit_for_bit(tmp_path: Path, layers: int) -> None:
 
 def test_gguf_gives_the_same_checkpoint(tmp_path: Path) -> None:
     import tiny
-    from models.convert import convert
-    from models.record import read_record
+    from treering.models.convert import convert
+    from treering.models.record import read_record
 
     source = config(query_pre_attn_scalar=16, rms_norm_eps=1e-6)
     model = oracle(source)
@@ -159,8 +159,8 @@ def test_the_text_model_of_one_that_sees(tmp_path: Path, plan: Plan, capsys: pyt
     """As the larger sizes are published: its logits of text, and an export that is the text model alone."""
     from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-    from models.convert import convert
-    from models.export import export
+    from treering.models.convert import convert
+    from treering.models.export import export
 
     sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {key: value for key, value in config(3).items() if key != "model_type"}
@@ -235,11 +235,11 @@ def test_training_reaches_the_blocks_of_a_period_that_breaks_off(mesh: Callable[
 
     import jax
 
-    from configs.precision import Precision
-    from configs.train import OptimizerConfig, StepConfig
-    from models.checkpoint import named_leaves
-    from train.batch import Batch, place
-    from train.step import init_state, step_program
+    from treering.configs.precision import Precision
+    from treering.configs.train import OptimizerConfig, StepConfig
+    from treering.models.checkpoint import named_leaves
+    from treering.train.batch import Batch, place
+    from treering.train.step import init_state, step_program
 
     small = dataclasses.replace(read(), layers=3, period=2, context_length=64)
     rng = np.random.default_rng(0)
@@ -271,8 +271,8 @@ def test_the_decode_step_moves_no_cache(mesh: Callable[..., Any]) -> None:
     import jax
 
     import hlo
-    from configs.precision import Precision
-    from infer.engine import Engine
+    from treering.configs.precision import Precision
+    from treering.infer.engine import Engine
 
     small = dataclasses.replace(read(), layers=5, period=2)
     plan = Plan(mesh(context=8), "decode")

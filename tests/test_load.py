@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 import tiny
 import treering
-from layers.sharding import Plan
-from models.checkpoint import load_model, named_leaves
-from models.convert import convert
-from models.load import open_model
+from treering.layers.sharding import Plan
+from treering.models.checkpoint import load_model, named_leaves
+from treering.models.convert import convert
+from treering.models.load import open_model
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import hlo
-from layers.sharding import Dims, Plan
-from layers.trained_weight import Home, TrainedWeight
-from train.loss import cross_entropy, token_losses
+from treering.layers.sharding import Dims, Plan
+from treering.layers.trained_weight import Home, TrainedWeight
+from treering.train.loss import cross_entropy, token_losses
 
 BATCH, SEQ, EMBED, VOCAB = 4, 16, 32, 48
 CASES = [

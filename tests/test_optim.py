@@ -9,12 +9,12 @@ import optax
 import pytest
 
 import training
-from configs.llama import TINY
-from configs.train import OptimizerConfig, ScheduleConfig
-from layers.linear import Linear
-from layers.sharding import Dims, is_matrix
-from models.checkpoint import abstract_model, named_leaves
-from train.optim import clip, decayed, learning_rate, transformation
+from treering.configs.llama import TINY
+from treering.configs.train import OptimizerConfig, ScheduleConfig
+from treering.layers.linear import Linear
+from treering.layers.sharding import Dims, is_matrix
+from treering.models.checkpoint import abstract_model, named_leaves
+from treering.train.optim import clip, decayed, learning_rate, transformation
 
 pytestmark = pytest.mark.smoke
 

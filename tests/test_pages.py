@@ -15,8 +15,8 @@ PAGE = 16
 @pytest.fixture(params=[1])
 def engine(folder, mesh, monkeypatch, request):
     """Four rows, in `request.param` groups."""
-    from infer import chunks
-    from infer import engine as module
+    from treering.infer import chunks
+    from treering.infer import engine as module
 
     monkeypatch.setattr(module, "PAGE_SLOTS", PAGE // 2)
     monkeypatch.setattr(chunks, "PREFILL_CHUNKS", (2, 8, 64))
@@ -41,14 +41,14 @@ def answers(scheduler, requests):
 
 
 def sampled(seed, new=6):
-    from configs.sampling import RequestConfig, SamplingConfig
+    from treering.configs.sampling import RequestConfig, SamplingConfig
 
     return RequestConfig(max_new_tokens=new, sampling=SamplingConfig(temperature=1.0, seed=seed))
 
 
 @pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["one group", "two groups"])
 def test_samples_of_one_prompt_read_its_pages_once(engine, appended):
-    from infer.scheduler import Scheduler
+    from treering.infer.scheduler import Scheduler
 
     (prompt,) = test_engine.token_rows(1, 40, seed=1)
     wanted = [(prompt, sampled(seed), "") for seed in range(4)]
@@ -63,7 +63,7 @@ def test_samples_of_one_prompt_read_its_pages_once(engine, appended):
 
 
 def test_a_later_turn_reads_what_is_new_and_other_callers_read_all(engine, appended):
-    from infer.scheduler import Scheduler
+    from treering.infer.scheduler import Scheduler
 
     (prompt,) = test_engine.token_rows(1, 30, seed=2)
     scheduler = Scheduler(engine)
@@ -77,7 +77,7 @@ def test_a_later_turn_reads_what_is_new_and_other_callers_read_all(engine, appen
 
 
 def test_a_prompt_of_whole_pages_still_reads_its_last(engine, appended):
-    from infer.scheduler import Scheduler
+    from treering.infer.scheduler import Scheduler
 
     (prompt,) = test_engine.token_rows(1, 2 * PAGE, seed=3)
     scheduler = Scheduler(engine)
@@ -88,7 +88,7 @@ def test_a_prompt_of_whole_pages_still_reads_its_last(engine, appended):
 
 def test_texts_that_begin_alike_in_a_pool_too_small_for_them(folder, mesh, engine):
     """Pages are forgotten when others need them; every answer is that of the request alone."""
-    from infer.scheduler import Scheduler
+    from treering.infer.scheduler import Scheduler
 
     beginnings = test_engine.token_rows(3, 48, seed=4)
     rng = np.random.default_rng(5)
@@ -109,7 +109,7 @@ def test_texts_that_begin_alike_in_a_pool_too_small_for_them(folder, mesh, engin
 
 
 def test_pages_count_their_rows():
-    from infer.pages import Pages, page_keys
+    from treering.infer.pages import Pages, page_keys
 
     keys = page_keys("", list(range(10)), 4)
     assert len(keys) == 2 and keys != page_keys("other", list(range(10)), 4)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layers.sharding import Plan
 from parity import oracle, ours, right_logits, run, there_and_back
+from treering.layers.sharding import Plan
 
 torch = pytest.importorskip("torch")
 
@@ -121,9 +121,9 @@ def test_logits_at_every_length(tmp_path: Path, plan: Plan, family: str, number:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_token_by_token(tmp_path: Path, mesh: Callable[..., Any], family: str) -> None:
     """Through the cache, on four devices: windows and norms hold there too."""
-    from configs.precision import Precision
-    from infer.chunks import Chunks
-    from infer.engine import Engine
+    from treering.configs.precision import Precision
+    from treering.infer.chunks import Chunks
+    from treering.infer.engine import Engine
 
     config = grid(family)[1] | ({"sliding_window": 7} if family == "mistral" else {})
     model = oracle(config)
@@ -167,9 +167,9 @@ def test_rotary_angles(kind: str, head_dim: int) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from layers.rope import inverse_frequencies, rotate
-    from models.families.fields import Fields
-    from models.families.rope_fields import read_rope
+    from treering.layers.rope import inverse_frequencies, rotate
+    from treering.models.families.fields import Fields
+    from treering.models.families.rope_fields import read_rope
 
     parameters = dict(ROPES[kind])
     if head_dim == 128 and "original_max_position_embeddings" in parameters:
@@ -224,8 +224,8 @@ def test_export_gives_transformers_the_same_model(tmp_path: Path, plan: Plan, fa
 
 
 def read(family: str, **changes: Any) -> Any:
-    from models.families import families
-    from models.families.fields import Fields
+    from treering.models.families import families
+    from treering.models.families.fields import Fields
 
     fields = Fields({**grid(family)[0], **changes}, "config.json")
     fields.take("model_type")
@@ -236,8 +236,8 @@ def read(family: str, **changes: Any) -> Any:
 
 def test_fields_that_only_one_family_has() -> None:
     base = {key: value for key, value in grid("mistral")[0].items() if key != "sliding_window"}
-    from models.families.fields import Fields
-    from models.families.mistral import from_hf
+    from treering.models.families.fields import Fields
+    from treering.models.families.mistral import from_hf
 
     assert from_hf(Fields(base, "config.json")).window == 4096
     assert read("mistral", sliding_window=None).window is None
@@ -266,8 +266,8 @@ def test_defaults_of_absent_fields_are_those_of_transformers(family: str, kv_hea
         if key not in ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
     } | {"num_attention_heads": 32, "hidden_size": 192}
     theirs = AutoConfig.for_model(**json.loads(json.dumps(fields)))
-    from models.families import families
-    from models.families.fields import Fields
+    from treering.models.families import families
+    from treering.models.families.fields import Fields
 
     mine = families()[family].from_hf(Fields(fields, "config.json"))
     assert (mine.kv_heads, mine.head_dim) == (kv_heads, head_dim)

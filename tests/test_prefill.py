@@ -26,7 +26,7 @@ MESHES = [
 
 def make_engine(folder, mesh, sizes, *, long, least=1, **options):
     """An engine whose chunks of `long` tokens are spread."""
-    from infer.chunks import Chunks
+    from treering.infer.chunks import Chunks
 
     engine = test_engine.make_engine(folder, mesh, sizes, **options)
     engine.chunks = Chunks(long, least)
@@ -36,8 +36,8 @@ def make_engine(folder, mesh, sizes, *, long, least=1, **options):
 @pytest.fixture
 def small_pages(monkeypatch):
     """Rows of several pages, taken two at a time, and queries in several tiles."""
-    from infer import engine
-    from layers import cache
+    from treering.infer import engine
+    from treering.layers import cache
 
     monkeypatch.setattr(engine, "PAGE_SLOTS", 4)
     monkeypatch.setattr(cache, "QUERY_TILE", 8)
@@ -48,7 +48,7 @@ def small_pages(monkeypatch):
 @pytest.mark.parametrize("sizes", MESHES, ids=name)
 def test_spread_chunks_equal_one_pass(folder, mesh, oracle, sizes, small_pages):
     """Rows of unequal length: a first chunk by the ring, the next by passing queries, then tokens one by one."""
-    from infer.chunks import Chunks
+    from treering.infer.chunks import Chunks
 
     rows, logits = oracle
     engine = make_engine(folder, mesh, sizes, long=24, batch=len(rows), capacity=48)
@@ -77,7 +77,7 @@ def test_spread_chunks_equal_one_pass(folder, mesh, oracle, sizes, small_pages):
 )
 def test_requests_of_any_length_get_the_answers_that_they_get_alone(folder, mesh, alone, sizes):
     """Long chunks beside short ones, while other rows decode."""
-    from infer.scheduler import Scheduler
+    from treering.infer.scheduler import Scheduler
 
     wanted, results = alone
     scheduler = Scheduler(make_engine(folder, mesh, sizes, long=16, least=10, batch=4, capacity=64))
@@ -100,7 +100,7 @@ def test_pages_may_lie_anywhere(folder, mesh, small_pages):
 
 
 def test_the_ring_sees_keys_as_the_cache_rounds_them(folder, mesh):
-    from infer.engine import Engine
+    from treering.infer.engine import Engine
 
     exact = make_engine(folder, mesh, {"context": 4}, long=32, batch=1, capacity=64)
     precision = dataclasses.replace(exact.precision, cache="bfloat16")
@@ -124,12 +124,12 @@ CHUNK = 8192
 
 def chunk_program(mesh, sizes, *, spread, fresh=False, chunk=CHUNK, capacity=16384, loops: hlo.Loops = 1):
     """The program that appends a chunk to one row, from shapes alone."""
-    from configs.llama import LLAMA_3_2_1B_CUT
-    from configs.precision import Precision
-    from infer.chunks import Chunks
-    from infer.engine import Engine
-    from layers.sharding import Plan
-    from models.families import families
+    from treering.configs.llama import LLAMA_3_2_1B_CUT
+    from treering.configs.precision import Precision
+    from treering.infer.chunks import Chunks
+    from treering.infer.engine import Engine
+    from treering.layers.sharding import Plan
+    from treering.models.families import families
 
     plan = Plan(mesh(**sizes), "decode")
     shapes = eqx.filter_eval_shape(lambda: families()["llama"].init(LLAMA_3_2_1B_CUT, jax.random.key(0)))

@@ -30,14 +30,14 @@ NEW_TOKENS = 48
 )
 def test_greedy_tokens_equal_transformers_where_heads_divide(tmp_path, mesh, sizes):
     pytest.importorskip("torch")
-    from configs.precision import Precision
-    from configs.sampling import RequestConfig
-    from infer.engine import Engine
-    from infer.scheduler import Scheduler
-    from layers.cache import head_scheme
-    from layers.sharding import Plan
-    from models.checkpoint import load_model
-    from models.convert import convert
+    from treering.configs.precision import Precision
+    from treering.configs.sampling import RequestConfig
+    from treering.infer.engine import Engine
+    from treering.infer.scheduler import Scheduler
+    from treering.layers.cache import head_scheme
+    from treering.layers.sharding import Plan
+    from treering.models.checkpoint import load_model
+    from treering.models.convert import convert
 
     convert(tiny.write_folder(tmp_path / "hf", CONFIG), tmp_path / "checkpoint")
     plan = Plan(mesh(**sizes), "decode")

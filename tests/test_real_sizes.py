@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.recipes import RECIPES
+from treering.configs.recipes import RECIPES
 
 pytestmark = pytest.mark.long
 

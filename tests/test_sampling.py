@@ -12,13 +12,13 @@ VOCAB = 64
 
 
 def plan_of(mesh, **sizes):
-    from layers.sharding import Plan
+    from treering.layers.sharding import Plan
 
     return Plan(mesh(**sizes), "decode")
 
 
 def rows_of(batch, **settings):
-    from infer.sampling import SamplingRows
+    from treering.infer.sampling import SamplingRows
 
     neutral = SamplingRows.neutral(batch, VOCAB)
     values = {name: jnp.full_like(getattr(neutral, name), value) for name, value in settings.items()}
@@ -33,7 +33,7 @@ def random_logits(batch=8, seed=0):
     "sizes", [{"context": 1}, {"context": 8}, {"context": 2, "tensor": 4}, {"data": 2, "context": 4}]
 )
 def test_argmax_takes_the_lowest_id_among_equals(mesh, sizes):
-    from infer.sampling import argmax
+    from treering.infer.sampling import argmax
 
     plan = plan_of(mesh, **sizes)
     logits = np.array(np.random.default_rng(0).normal(size=(4, VOCAB)), np.float32)
@@ -72,7 +72,7 @@ def test_warpers_keep_what_those_of_transformers_keep(settings):
         TopPLogitsWarper,
     )
 
-    from infer.sampling import keep_min_p, keep_top_k, keep_top_p
+    from treering.infer.sampling import keep_min_p, keep_top_k, keep_top_p
 
     classes = {
         "temperature": TemperatureLogitsWarper,
@@ -91,7 +91,7 @@ def test_warpers_keep_what_those_of_transformers_keep(settings):
 
 
 def test_known_supports():
-    from infer.sampling import keep_top_k, keep_top_p
+    from treering.infer.sampling import keep_top_k, keep_top_p
 
     scores = jnp.log(jnp.array([[0.2, 0.4, 0.1, 0.3]]))
     for p, kept in ((0.8, [0, 1, 3]), (0.65, [1, 3]), (1e-6, [1]), (1.0, [0, 1, 2, 3])):
@@ -105,7 +105,7 @@ def test_penalties():
     torch = pytest.importorskip("torch")
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    from infer.sampling import penalise
+    from treering.infer.sampling import penalise
 
     logits = random_logits(2)
     prompt, answer = [3, 5, 5], [5, 9, 9, 9]
@@ -128,7 +128,7 @@ def test_penalties():
 
 @pytest.mark.smoke
 def test_temperature_zero_and_tiny_are_the_argmax(mesh):
-    from infer.sampling import draw
+    from treering.infer.sampling import draw
 
     plan = plan_of(mesh, context=8)
     logits = random_logits(2)
@@ -143,7 +143,7 @@ def test_temperature_zero_and_tiny_are_the_argmax(mesh):
 @pytest.mark.parametrize("kind", ["temperature", "full"])
 def test_draws_follow_the_softmax_and_not_the_mesh(mesh, kind):
     """4,000 draws of a known distribution: chi-square below its 0.999 quantile; the same ones on every mesh."""
-    from infer.sampling import draw
+    from treering.infer.sampling import draw
 
     weights = np.array([0.4, 0.3, 0.2, 0.1])
     heat = 0.5
@@ -163,7 +163,7 @@ def test_draws_follow_the_softmax_and_not_the_mesh(mesh, kind):
 
 
 def test_a_draw_depends_on_neither_row_nor_neighbours(mesh):
-    from infer.sampling import draw
+    from treering.infer.sampling import draw
 
     plan = plan_of(mesh)
     logits = random_logits(4)
@@ -182,7 +182,7 @@ def test_a_draw_depends_on_neither_row_nor_neighbours(mesh):
 
 
 def test_logprobs_are_those_of_the_raw_distribution():
-    from infer.sampling import log_probabilities
+    from treering.infer.sampling import log_probabilities
 
     logits = random_logits(3)
     tokens = jnp.array([0, 5, 63])
@@ -213,7 +213,7 @@ def test_logprobs_are_those_of_the_raw_distribution():
     ],
 )
 def test_settings_outside_their_bounds_are_refused_by_name(setting, value):
-    from configs.sampling import SamplingConfig
+    from treering.configs.sampling import SamplingConfig
 
     with pytest.raises(ValueError, match=re.escape(f"{setting} {value}: it must be")):
         SamplingConfig(**{setting: value})
@@ -222,9 +222,9 @@ def test_settings_outside_their_bounds_are_refused_by_name(setting, value):
 @pytest.mark.parametrize("settings", [{"temperature": 1.0, "top_k": 10**12}, {"temperature": 2e-38}])
 def test_settings_far_beyond_what_could_matter_choose_as_the_nearest_that_does(mesh, settings):
     """More tokens than there are are all; temperatures that would make logits overflow take the likeliest."""
-    from configs.sampling import SamplingConfig
-    from infer.rows import Rows
-    from infer.sampling import draw
+    from treering.configs.sampling import SamplingConfig
+    from treering.infer.rows import Rows
+    from treering.infer.sampling import draw
 
     same = {"temperature": 1.0} if "top_k" in settings else {"temperature": 1e-6}
     logits, plan = random_logits(1) * 10, plan_of(mesh, context=1)

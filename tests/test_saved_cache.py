@@ -38,10 +38,10 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine_on(checkpoint, mesh):
     """`engine_on(sizes)`: an engine of small pages, made once."""
-    from configs.precision import Precision
-    from infer import engine as module
-    from layers.sharding import Plan
-    from models.checkpoint import load_model
+    from treering.configs.precision import Precision
+    from treering.infer import engine as module
+    from treering.layers.sharding import Plan
+    from treering.models.checkpoint import load_model
 
     made = {}
 
@@ -65,16 +65,16 @@ def tokens_of(count, seed=0):
 
 
 def reader(engine):
-    from infer.saved_cache import Reader
+    from treering.infer.saved_cache import Reader
 
     return Reader.of(engine.model.config, checkpoint="somewhere", weights="w", dtype=engine.precision.cache)
 
 
 def read(engine, tokens):
     """A scheduler, and a session of it that has read `tokens`."""
-    from configs.sampling import RequestConfig
-    from infer.request import Session
-    from infer.scheduler import Scheduler
+    from treering.configs.sampling import RequestConfig
+    from treering.infer.request import Session
+    from treering.infer.scheduler import Scheduler
 
     scheduler, session = Scheduler(engine), Session()
     scheduler.submit(tokens, RequestConfig(max_new_tokens=0), session=session)
@@ -85,7 +85,7 @@ def read(engine, tokens):
 
 def answer(scheduler, prompt, session=None):
     """Greedy tokens, and their log-probabilities with those of the likeliest others."""
-    from configs.sampling import RequestConfig
+    from treering.configs.sampling import RequestConfig
 
     scheduler.submit(prompt, RequestConfig(max_new_tokens=5, logprobs=4), session=session)
     events = list(scheduler.run())
@@ -95,7 +95,7 @@ def answer(scheduler, prompt, session=None):
 
 def arrays_of(folder, length):
     """What is saved, `[length kv_heads head_dim]` by layer and name."""
-    from models.weights import read_array, read_shapes
+    from treering.models.weights import read_array, read_shapes
 
     layers = sorted((folder / "layers").iterdir(), key=lambda path: int(path.name))
     shapes = [read_shapes(layer) for layer in layers]
@@ -118,8 +118,8 @@ def same(one, other):
 @pytest.mark.parametrize("sizes", [*MESHES, {"data": 2, "context": 2, "tensor": 2}], ids=name)
 def test_a_row_is_read_and_written_in_the_order_of_its_text(mesh, sizes, dtype):
     """Any bits, -0.0 among them, from scattered pages; what is written there and read again is what it was."""
-    from layers.cache import NO_PAGE, PagePool, token_share
-    from layers.sharding import Plan
+    from treering.layers.cache import NO_PAGE, PagePool, token_share
+    from treering.layers.sharding import Plan
 
     plan, slots, length, layers, kv_heads, head_dim = Plan(mesh(**sizes), "decode"), 4, 37, 2, 2, 6
     groups, devices = plan.size("data", "fsdp"), plan.size("context")
@@ -181,8 +181,8 @@ def test_a_row_is_read_and_written_in_the_order_of_its_text(mesh, sizes, dtype):
 )
 def test_a_cache_loaded_on_another_mesh_answers_as_the_joined_text(engine_on, tmp_path, saving, loading):
     """And is the same, bit for bit, when that mesh saves it again."""
-    from infer.saved_cache import load_cache, read_saved_cache, save_cache
-    from infer.scheduler import Scheduler
+    from treering.infer.saved_cache import load_cache, read_saved_cache, save_cache
+    from treering.infer.scheduler import Scheduler
 
     for length in LENGTHS:
         text, question = tokens_of(length), tokens_of(7, seed=1)
@@ -210,9 +210,9 @@ def test_a_cache_loaded_on_another_mesh_answers_as_the_joined_text(engine_on, tm
 
 
 def test_no_copy_of_the_cache_is_made_where_a_layer_is_read_or_written(mesh):
-    from infer.saved_cache import _read, _write
-    from layers.cache import PagePool
-    from layers.sharding import Plan
+    from treering.infer.saved_cache import _read, _write
+    from treering.layers.cache import PagePool
+    from treering.layers.sharding import Plan
 
     plan, tokens = Plan(mesh(context=8), "decode"), 8 * 64
     sizes = {"layers": 16, "pages": 8, "kv_heads": 2, "head_dim": 8, "page_tokens": tokens}
@@ -231,9 +231,9 @@ def test_no_copy_of_the_cache_is_made_where_a_layer_is_read_or_written(mesh):
 
 
 def test_a_row_from_disk_reads_nothing_again_and_leaves_its_neighbours_alone(engine_on, tmp_path):
-    from configs.sampling import RequestConfig
-    from infer.saved_cache import load_cache, read_saved_cache, save_cache
-    from infer.scheduler import Scheduler
+    from treering.configs.sampling import RequestConfig
+    from treering.infer.saved_cache import load_cache, read_saved_cache, save_cache
+    from treering.infer.scheduler import Scheduler
 
     engine = engine_on({"context": 2})
     text, question, another = tokens_of(60), tokens_of(5, seed=1), tokens_of(40, seed=2)
@@ -265,9 +265,9 @@ def test_a_row_from_disk_reads_nothing_again_and_leaves_its_neighbours_alone(eng
 @pytest.mark.parametrize("sizes", [{"context": 2}, pytest.param({"data": 2, "context": 2}, marks=pytest.mark.long)])
 def test_requests_share_the_full_pages_of_a_session_that_was_released(engine_on, tmp_path, sizes):
     """Pages are of 16 tokens here, and another caller is told nothing of them."""
-    from configs.sampling import RequestConfig
-    from infer.saved_cache import load_cache, read_saved_cache, save_cache
-    from infer.scheduler import Scheduler
+    from treering.configs.sampling import RequestConfig
+    from treering.infer.saved_cache import load_cache, read_saved_cache, save_cache
+    from treering.infer.scheduler import Scheduler
 
     engine = engine_on(sizes)
     text, questions = tokens_of(60), [tokens_of(5, seed=seed) for seed in range(1, 4)]
@@ -289,14 +289,14 @@ def test_requests_share_the_full_pages_of_a_session_that_was_released(engine_on,
 def test_layers_of_all_places_and_of_a_broken_off_period_are_saved(mesh, tmp_path):
     """Gemma 3: two places, one of them with a window, and a period that breaks off; stacked or not, the files are the
     same layers by number."""
-    from configs.gemma import Gemma3Config
-    from configs.precision import Precision
-    from configs.rope import DefaultRope
-    from infer.engine import Engine
-    from infer.saved_cache import load_cache, read_saved_cache, save_cache
-    from infer.scheduler import Scheduler
-    from layers.sharding import Plan
-    from models.families import families
+    from treering.configs.gemma import Gemma3Config
+    from treering.configs.precision import Precision
+    from treering.configs.rope import DefaultRope
+    from treering.infer.engine import Engine
+    from treering.infer.saved_cache import load_cache, read_saved_cache, save_cache
+    from treering.infer.scheduler import Scheduler
+    from treering.layers.sharding import Plan
+    from treering.models.families import families
 
     config = Gemma3Config(
         **{"vocab": 300, "embed": 48, "layers": 5, "heads": 8, "kv_heads": 2, "head_dim": 16, "mlp": 80},
@@ -359,9 +359,9 @@ def cache(command, tmp_path_factory):
 
 
 def test_the_command_goes_on_from_a_cache_on_another_mesh(cache, command, engine_on, checkpoint, tmp_path):
-    from infer.saved_cache import read_saved_cache
-    from infer.scheduler import Scheduler
-    from models.tokenizer import Tokenizer
+    from treering.infer.saved_cache import read_saved_cache
+    from treering.infer.scheduler import Scheduler
+    from treering.models.tokenizer import Tokenizer
 
     held, tokenizer = read_saved_cache(cache).tokens, Tokenizer.load(checkpoint)
     assert held == tokenizer.encode("The capital of France is")
@@ -414,11 +414,11 @@ def test_many_questions_are_asked_of_one_cache(cache, command, tmp_path):
 
 
 def test_a_conversation_goes_on_from_a_cache_and_begins_anew_behind_it(cache, engine_on, checkpoint):
-    from configs.sampling import RequestConfig
-    from infer.chat import Conversation
-    from infer.saved_cache import load_cache, read_saved_cache
-    from infer.scheduler import Scheduler
-    from models.tokenizer import Tokenizer
+    from treering.configs.sampling import RequestConfig
+    from treering.infer.chat import Conversation
+    from treering.infer.saved_cache import load_cache, read_saved_cache
+    from treering.infer.scheduler import Scheduler
+    from treering.models.tokenizer import Tokenizer
 
     saved, tokenizer, request = read_saved_cache(cache), Tokenizer.load(checkpoint), RequestConfig(max_new_tokens=5)
     engine = engine_on({"context": 2})
@@ -447,7 +447,7 @@ def test_the_chat_command_takes_a_cache(cache, checkpoint, capsys, monkeypatch):
 
 
 def test_files_are_their_owners_alone_also_while_they_are_written(engine_on, tmp_path, monkeypatch):
-    from infer import saved_cache
+    from treering.infer import saved_cache
 
     def modes(folder):
         paths = [folder, *folder.rglob("*")]
@@ -469,7 +469,7 @@ def test_files_are_their_owners_alone_also_while_they_are_written(engine_on, tmp
 
 @pytest.mark.parametrize("broken", [KeyboardInterrupt(), ValueError("no"), OSError(28, "No space left on device")])
 def test_a_save_that_is_broken_off_leaves_nothing(engine_on, tmp_path, monkeypatch, broken):
-    from infer import saved_cache
+    from treering.infer import saved_cache
 
     write = saved_cache.write_arrays
 
@@ -541,8 +541,8 @@ def forget(folder):
     ],
 )
 def test_a_damaged_cache_is_refused_and_gives_its_row_back(cache, engine_on, tmp_path, damage, words):
-    from infer.saved_cache import load_cache, read_saved_cache
-    from infer.scheduler import Scheduler
+    from treering.infer.saved_cache import load_cache, read_saved_cache
+    from treering.infer.scheduler import Scheduler
 
     shutil.copytree(cache, tmp_path / "cache")
     damage(tmp_path / "cache")
@@ -554,7 +554,7 @@ def test_a_damaged_cache_is_refused_and_gives_its_row_back(cache, engine_on, tmp
 
 
 def test_a_cache_of_other_weights_another_model_or_dtype_is_refused(cache, command, checkpoint, tmp_path):
-    from models.convert import convert
+    from treering.models.convert import convert
 
     load = ("--prompt", "x", "--load-cache", cache)
     config = {**tiny.LLAMA, "vocab_size": 400}

@@ -11,7 +11,7 @@ oracle = test_engine.oracle
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from models.convert import convert
+    from treering.models.convert import convert
 
     source = tiny.write_folder(tmp_path_factory.mktemp("tiny") / "hf")
     convert(source, source.parent / "checkpoint")
@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
 
 def requests(count, seed=0):
     """Prompts, configs and end tokens of all kinds: greedy, sampled, penalised, short, long, stopped early."""
-    from configs.sampling import RequestConfig, SamplingConfig
+    from treering.configs.sampling import RequestConfig, SamplingConfig
 
     rng = np.random.default_rng(seed)
     made = []
@@ -61,7 +61,7 @@ def answers(scheduler, wanted, *, cancel=lambda number, step: False):
 @pytest.fixture(scope="module")
 def alone(folder, mesh):
     """Each request by itself on one device."""
-    from infer.scheduler import Scheduler
+    from treering.infer.scheduler import Scheduler
 
     engine = test_engine.make_engine(folder, mesh, {"context": 1}, batch=1, capacity=64)
     wanted = requests(24)
@@ -78,7 +78,7 @@ LONG_MESHES = [pytest.param(sizes, marks=pytest.mark.long) for sizes in ({"conte
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "context": 2, "tensor": 2}, *LONG_MESHES], ids=str)
 def test_answers_are_those_of_each_request_alone(folder, mesh, alone, sizes):
-    from infer.scheduler import Scheduler
+    from treering.infer.scheduler import Scheduler
 
     wanted, results = alone
     scheduler = Scheduler(test_engine.make_engine(folder, mesh, sizes, batch=4, capacity=64))
@@ -90,8 +90,8 @@ def test_answers_are_those_of_each_request_alone(folder, mesh, alone, sizes):
 @pytest.mark.long
 def test_random_cancels_leave_others_alone_and_no_page_behind(folder, mesh, alone, monkeypatch):
     """Small pages in a pool too small for all rows at once: requests wait, and all pages come back."""
-    from infer import engine as module
-    from infer.scheduler import Scheduler
+    from treering.infer import engine as module
+    from treering.infer.scheduler import Scheduler
 
     monkeypatch.setattr(module, "PAGE_SLOTS", 8)
     wanted, results = alone
@@ -116,7 +116,7 @@ def test_two_thousand_requests(folder, mesh):
     """With random cancels: right answers, no page lost, and memory that does not grow."""
     import resource
 
-    from infer.scheduler import Scheduler
+    from treering.infer.scheduler import Scheduler
 
     wanted = requests(2000, seed=5)
     single = Scheduler(test_engine.make_engine(folder, mesh, {"context": 1}, batch=1, capacity=64))
@@ -138,9 +138,9 @@ def test_two_thousand_requests(folder, mesh):
 
 
 def test_a_request_that_can_never_fit_is_refused_and_one_that_does_not_fit_now_waits(folder, mesh):
-    from configs.sampling import RequestConfig
-    from infer.engine import Engine
-    from infer.scheduler import Scheduler
+    from treering.configs.sampling import RequestConfig
+    from treering.infer.engine import Engine
+    from treering.infer.scheduler import Scheduler
 
     whole = test_engine.make_engine(folder, mesh, {"context": 1}, batch=2, capacity=512)
     engine = Engine(whole.model, whole.plan, whole.precision, batch=2, capacity=512, pages=1)
@@ -154,8 +154,8 @@ def test_a_request_that_can_never_fit_is_refused_and_one_that_does_not_fit_now_w
 
 
 def test_logprobs_are_told_of_the_requests_that_asked(folder, mesh):
-    from configs.sampling import RequestConfig, SamplingConfig
-    from infer.scheduler import Scheduler
+    from treering.configs.sampling import RequestConfig, SamplingConfig
+    from treering.infer.scheduler import Scheduler
 
     engine = test_engine.make_engine(folder, mesh, {"context": 2}, batch=2, capacity=64)
     scheduler = Scheduler(engine)
@@ -179,10 +179,10 @@ def test_logprobs_are_told_of_the_requests_that_asked(folder, mesh):
 @pytest.mark.parametrize("sizes", [{"context": 1}, {"data": 2, "context": 2}], ids=str)
 def test_log_probabilities_of_a_prompt(folder, mesh, oracle, sizes, monkeypatch):
     """In several chunks, beside a request that did not ask, also of a prompt that was read before."""
-    from configs.sampling import RequestConfig
-    from infer import chunks
-    from infer.request import Session
-    from infer.scheduler import Scheduler
+    from treering.configs.sampling import RequestConfig
+    from treering.infer import chunks
+    from treering.infer.request import Session
+    from treering.infer.scheduler import Scheduler
 
     monkeypatch.setattr(chunks, "PREFILL_CHUNKS", (4, 16))
     (row, *_), logits = oracle

@@ -8,20 +8,20 @@ from jax.sharding import PartitionSpec as P
 
 
 def plan_of(mesh, table="decode", **sizes):
-    from layers.sharding import Plan
+    from treering.layers.sharding import Plan
 
     return Plan(mesh(**sizes), table)
 
 
 def tiny_model():
-    from configs.llama import TINY
-    from models.families import families
+    from treering.configs.llama import TINY
+    from treering.models.families import families
 
     return eqx.filter_eval_shape(lambda: families()["llama"].init(TINY, jax.random.key(0)))
 
 
 def test_every_array_of_a_model_declares_its_dims():
-    from layers.sharding import DIMS, dims_of
+    from treering.layers.sharding import DIMS, dims_of
 
     declared = jax.tree.leaves(dims_of(eqx.filter(tiny_model(), lambda x: hasattr(x, "shape"))))
     assert len(declared) == 12
@@ -29,7 +29,7 @@ def test_every_array_of_a_model_declares_its_dims():
 
 
 def test_an_array_without_dims_is_named():
-    from layers.sharding import array_field, dims_of
+    from treering.layers.sharding import array_field, dims_of
 
     class Bare(eqx.Module):
         weight: jax.Array
@@ -77,7 +77,7 @@ def test_an_axis_that_does_not_divide_lists_what_works(mesh):
 
 
 def test_mesh_sizes_fill_one_axis_and_refuse_what_does_not_multiply():
-    from configs.mesh import MeshConfig
+    from treering.configs.mesh import MeshConfig
 
     assert MeshConfig().resolve(8, fill="context") == {"data": 1, "fsdp": 1, "context": 8, "tensor": 1}
     assert MeshConfig(tensor=2).resolve(8, fill="fsdp") == {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
@@ -95,8 +95,8 @@ def test_mesh_sizes_fill_one_axis_and_refuse_what_does_not_multiply():
 def test_init_gives_the_same_weights_on_every_mesh(mesh):
     import numpy as np
 
-    from configs.llama import TINY
-    from models.families import families
+    from treering.configs.llama import TINY
+    from treering.models.families import families
 
     def build(**sizes):
         plan = plan_of(mesh, **sizes)

@@ -23,7 +23,7 @@ MESHES = [{"context": n} for n in (1, 2, 3, 4, 8)] + [{"context": 2, "tensor": 3
 
 @pytest.fixture(scope="module")
 def checkpoint(demo_gguf, tmp_path_factory):
-    from models.convert import convert
+    from treering.models.convert import convert
 
     folder = tmp_path_factory.mktemp("smollm2") / "checkpoint"
     convert(demo_gguf, folder)
@@ -33,7 +33,7 @@ def checkpoint(demo_gguf, tmp_path_factory):
 @pytest.fixture(scope="module")
 def prompts(checkpoint):
     """Token ids of the prompts, a chat and a page of documentation of 1,500 tokens and more among them."""
-    from models.tokenizer import Tokenizer
+    from treering.models.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(checkpoint)
     page = tokenizer.encode("\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)[:6]))
@@ -68,12 +68,12 @@ def answers(answer, prompts):
 
 def check_mesh(checkpoint, mesh, sizes, batches, *, unrolled=False):
     """Greedy tokens of `batches` of (prompt, answer), each a batch of the engine."""
-    from configs.precision import Precision
-    from configs.sampling import RequestConfig
-    from infer.engine import Engine
-    from infer.scheduler import Scheduler
-    from layers.sharding import Plan
-    from models.checkpoint import load_model
+    from treering.configs.precision import Precision
+    from treering.configs.sampling import RequestConfig
+    from treering.infer.engine import Engine
+    from treering.infer.scheduler import Scheduler
+    from treering.layers.sharding import Plan
+    from treering.models.checkpoint import load_model
 
     plan = Plan(mesh(**sizes), "decode")
     model = load_model(checkpoint, plan, "float32")

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import training
-from configs.llama import TINY
-from configs.precision import Precision
-from configs.train import OptimizerConfig, ScheduleConfig, StepConfig
-from layers.trained_weight import lower, trained
-from train.batch import place
-from train.evaluate import empty_sums, evaluation_program
-from train.forward import run as forward
-from train.step import abstract_state, batch_gradients, init_state, step_program
+from treering.configs.llama import TINY
+from treering.configs.precision import Precision
+from treering.configs.train import OptimizerConfig, ScheduleConfig, StepConfig
+from treering.layers.trained_weight import lower, trained
+from treering.train.batch import place
+from treering.train.evaluate import empty_sums, evaluation_program
+from treering.train.forward import run as forward
+from treering.train.step import abstract_state, batch_gradients, init_state, step_program
 
 SGD = OptimizerConfig(kind="sgd", learning_rate=0.1, schedule=ScheduleConfig(kind="constant"), clip_norm=None)
 

@@ -21,7 +21,7 @@ class Letters:
 
 
 def text_of(pieces, stop):
-    from infer.text import TextStream
+    from treering.infer.text import TextStream
 
     stream = TextStream(Letters(pieces), stop)
     given_out = [stream.push(token) for token in range(len(pieces))]
@@ -64,8 +64,8 @@ def test_any_stream_is_the_whole_up_to_the_first_stop_string(pieces, stop):
 
 
 def test_real_tokens_stream_to_the_decoded_whole(tmp_path):
-    from infer.text import TextStream
-    from models.tokenizer import Tokenizer
+    from treering.infer.text import TextStream
+    from treering.models.tokenizer import Tokenizer
 
     tiny.save_byte_level(tmp_path)
     tokenizer = Tokenizer.from_folder(tmp_path)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from models.gguf_tokenizer import save_tokenizer
-from models.tokenizer import Tokenizer
+from treering.models.gguf_tokenizer import save_tokenizer
+from treering.models.tokenizer import Tokenizer
 
 KINDS = ("byte-level", "sentencepiece", "gguf gpt2", "gguf llama")
 TEXTS = [*tiny.CORPUS, "", " ", " leading", "  two  spaces ", "\n\nlines\n", "x 𝔘𝔫 ", "ﬁ ﷺ", "2024"]

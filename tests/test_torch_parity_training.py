@@ -5,10 +5,10 @@ import pytest
 
 import tiny
 import training
-from configs.llama import TINY
-from configs.precision import DType, Precision
-from configs.train import OptimizerConfig, ScheduleConfig, StepConfig
-from models.families.registry import families
+from treering.configs.llama import TINY
+from treering.configs.precision import DType, Precision
+from treering.configs.train import OptimizerConfig, ScheduleConfig, StepConfig
+from treering.models.families.registry import families
 
 torch = pytest.importorskip("torch")
 

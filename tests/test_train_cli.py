@@ -13,7 +13,7 @@ import treering
 
 @pytest.fixture
 def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from train import run
+    from treering.train import run
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a step was compiled")
@@ -129,8 +129,8 @@ def test_wrong_data_is_one_line(tmp_path, capsys, nothing_compiles, content, opt
 
 
 def test_weights_and_folders_that_do_not_fit_are_one_line(tmp_path, capsys, nothing_compiles) -> None:
-    from configs.llama import TINY
-    from models.record import Record
+    from treering.configs.llama import TINY
+    from treering.models.record import Record
 
     tiny_run.tiny_run(tmp_path)
     other = tmp_path / "other"
@@ -143,7 +143,7 @@ def test_weights_and_folders_that_do_not_fit_are_one_line(tmp_path, capsys, noth
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("")
     assert "exists and holds no run" in refused(capsys, tmp_path)
-    from configs.run import flat
+    from treering.configs.run import flat
 
     (tmp_path / "run" / "config.json").write_text(json.dumps(flat(tiny_run.tiny_run(tmp_path))))
     said = refused(capsys, tmp_path, "--optimizer.learning-rate", "0.5", "--mesh.context", "2")
@@ -178,7 +178,7 @@ def test_a_users_file_is_told_what_is_wrong_with_it(tmp_path, capsys) -> None:
 
 
 def test_train_alone_lists_the_recipes_with_what_each_says(capsys) -> None:
-    from configs.recipes import RECIPES
+    from treering.configs.recipes import RECIPES
 
     assert treering.main(["train"]) == 0
     out = capsys.readouterr().out
@@ -187,9 +187,9 @@ def test_train_alone_lists_the_recipes_with_what_each_says(capsys) -> None:
 
 
 def test_every_recipe_can_be_overridden_and_says_its_command() -> None:
-    from configs.cli import overrides_of, parse
-    from configs.recipes import RECIPES
-    from configs.run import RunConfig
+    from treering.configs.cli import overrides_of, parse
+    from treering.configs.recipes import RECIPES
+    from treering.configs.run import RunConfig
 
     for name, recipe in RECIPES.items():
         takes_weights = bool(inspect.signature(recipe).parameters)

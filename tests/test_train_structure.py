@@ -10,12 +10,12 @@ import pytest
 
 import hlo
 import training
-from configs.llama import TINY
-from configs.precision import Precision
-from configs.train import OptimizerConfig, StepConfig
-from models.checkpoint import named_leaves
-from train.batch import abstract_batch
-from train.step import abstract_state, batch_gradients, step_program
+from treering.configs.llama import TINY
+from treering.configs.precision import Precision
+from treering.configs.train import OptimizerConfig, StepConfig
+from treering.models.checkpoint import named_leaves
+from treering.train.batch import abstract_batch
+from treering.train.step import abstract_state, batch_gradients, step_program
 
 
 @pytest.mark.long

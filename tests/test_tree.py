@@ -13,10 +13,18 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import hlo
-from layers.dense import dense_partial
-from layers.mask import Mask
-from layers.partial import Partial, merge_stacked, statistics_dtype
-from layers.tree import HEAD_SHARDED, SCHEMES, check_scheme, choose_scheme, tree_attention, tree_combine, tree_partial
+from treering.layers.dense import dense_partial
+from treering.layers.mask import Mask
+from treering.layers.partial import Partial, merge_stacked, statistics_dtype
+from treering.layers.tree import (
+    HEAD_SHARDED,
+    SCHEMES,
+    check_scheme,
+    choose_scheme,
+    tree_attention,
+    tree_combine,
+    tree_partial,
+)
 
 TOLERANCE = {"float64": (1e-13, 1e-13), "float32": (2e-6, 5e-6)}
 """Of values and of gradients, at scores up to 20."""

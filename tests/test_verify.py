@@ -9,8 +9,8 @@ import pytest
 
 import tiny
 import treering
-from models.convert import convert
-from models.verify import difference
+from treering.models.convert import convert
+from treering.models.verify import difference
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import jax
 import pytest
 
 import treering
-from configs.zoo import ZOO
-from models.check import MESHES, TABLES, abstract_plan
-from models.checkpoint import abstract_model, named_leaves
-from models.transformer import check_mesh
-from models.zoo import parameter_count
+from treering.configs.zoo import ZOO
+from treering.models.check import MESHES, TABLES, abstract_plan
+from treering.models.checkpoint import abstract_model, named_leaves
+from treering.models.transformer import check_mesh
+from treering.models.zoo import parameter_count
 
 # As the files of the published weights add up, tied tables counted once.
 PARAMETERS = {

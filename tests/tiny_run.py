@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from configs.data import DataConfig, Source
-from configs.llama import LlamaConfig
-from configs.precision import Precision
-from configs.rope import DefaultRope
-from configs.run import CheckpointConfig, EvaluateConfig, RunConfig
-from configs.train import OptimizerConfig, ScheduleConfig, StepConfig
+from treering.configs.data import DataConfig, Source
+from treering.configs.llama import LlamaConfig
+from treering.configs.precision import Precision
+from treering.configs.rope import DefaultRope
+from treering.configs.run import CheckpointConfig, EvaluateConfig, RunConfig
+from treering.configs.train import OptimizerConfig, ScheduleConfig, StepConfig
 
 MODEL = LlamaConfig(
     vocab=300,
@@ -73,7 +73,7 @@ def recipe_file(folder: Path, **changes: str) -> Path:
     path = folder / "recipes.py"
     path.write_text(
         "import sys\nfrom pathlib import Path\n\n"
-        f"sys.path.insert(0, {str(tests)!r})\nfrom configs.run import *\nfrom tiny_run import tiny_run\n\n\n"
+        f"sys.path.insert(0, {str(tests)!r})\nfrom treering.configs.run import *\nfrom tiny_run import tiny_run\n\n\n"
         f"def small():\n    return tiny_run(Path({str(folder)!r}), {said})\n"
     )
     return path

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import tiny
-from configs.llama import TINY, LlamaConfig
-from configs.precision import Precision
-from configs.train import OptimizerConfig, StepConfig
-from layers.sharding import Plan
-from models.checkpoint import named_leaves
-from models.families.registry import families
-from train.batch import IGNORED, Batch, place
-from train.step import TrainState, init_state, step_program
+from treering.configs.llama import TINY, LlamaConfig
+from treering.configs.precision import Precision
+from treering.configs.train import OptimizerConfig, StepConfig
+from treering.layers.sharding import Plan
+from treering.models.checkpoint import named_leaves
+from treering.models.families.registry import families
+from treering.train.batch import IGNORED, Batch, place
+from treering.train.step import TrainState, init_state, step_program
 
 ROWS, WINDOW = 8, 32
 MORE_KEY_HEADS = dataclasses.replace(TINY, kv_heads=8)

@@ -7,13 +7,13 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from configs.train import Attention
-from layers.attention import Context
-from layers.gather import gather_local
-from layers.mask import Mask
-from layers.ring import ring_local
-from layers.sharding import Plan
-from train.batch import ORDER
+from treering.configs.train import Attention
+from treering.layers.attention import Context
+from treering.layers.gather import gather_local
+from treering.layers.mask import Mask
+from treering.layers.ring import ring_local
+from treering.layers.sharding import Plan
+from treering.train.batch import ORDER
 
 
 class ContextAttention(eqx.Module):

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
-from layers.order import check_order, to_order
-from layers.sharding import Plan, array_field, divisors
+from treering.layers.order import check_order, to_order
+from treering.layers.sharding import Plan, array_field, divisors
 
 IGNORED = -1
 """The target of a token that is not trained on: padding, a prompt, the last token of a document."""

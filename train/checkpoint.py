@@ -18,11 +18,11 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from configs.run import CheckpointConfig
-from layers.sharding import Plan
-from models.checkpoint import load_model, main_dtype, named_leaves
-from models.record import RECORD, TOKENIZER, WEIGHTS, Record, read_record
-from models.weights import (
+from treering.configs.run import CheckpointConfig
+from treering.layers.sharding import Plan
+from treering.models.checkpoint import load_model, main_dtype, named_leaves
+from treering.models.record import RECORD, TOKENIZER, WEIGHTS, Record, read_record
+from treering.models.weights import (
     all_finite,
     array_handler,
     fingerprint,
@@ -33,7 +33,7 @@ from models.weights import (
     read_shapes,
     save_arguments,
 )
-from train.step import TrainState
+from treering.train.step import TrainState
 
 TRAIN_RECORD = "train.json"
 STATE = "state"

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from configs.cli import parse
-from configs.llama import LLAMA_3_2_1B
-from configs.model import ModelConfig
-from configs.recipes import RECIPES
-from configs.run import RunConfig
-from configs.user_file import find_in_file
+from treering.configs.cli import parse
+from treering.configs.llama import LLAMA_3_2_1B
+from treering.configs.model import ModelConfig
+from treering.configs.recipes import RECIPES
+from treering.configs.run import RunConfig
+from treering.configs.user_file import find_in_file
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     recipe = find_recipe(name)
     weights = starting_weights(name, overrides) if inspect.signature(recipe).parameters else ()
     config = parse(RunConfig, overrides, program=f"treering train {name}", default=recipe(*weights))
-    from train.run import Stopped, train
+    from treering.train.run import Stopped, train
 
     try:
         train(config)
@@ -54,8 +54,8 @@ def starting_weights(name: str, overrides: list[str]) -> tuple[str, ModelConfig]
 
     Raises ValueError without `--start`, and what `open_model` raises.
     """
-    from models.load import open_model
-    from train.prepare import weights_of
+    from treering.models.load import open_model
+    from treering.train.prepare import weights_of
 
     given = [value for flag, value in zip(overrides, overrides[1:], strict=False) if flag == "--start"]
     given += [argument.partition("=")[2] for argument in overrides if argument.startswith("--start=")]

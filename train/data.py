@@ -16,13 +16,13 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from configs.data import Source
-from layers.sharding import Plan
-from models.tokenizer import Tokenizer
-from train.batch import Batch
-from train.packing import Document, Piece, Report, Row, empty_row, fill_row, pack_documents
-from train.sources import told
-from train.store import TokenStore, encode_rows
+from treering.configs.data import Source
+from treering.layers.sharding import Plan
+from treering.models.tokenizer import Tokenizer
+from treering.train.batch import Batch
+from treering.train.packing import Document, Piece, Report, Row, empty_row, fill_row, pack_documents
+from treering.train.sources import told
+from treering.train.store import TokenStore, encode_rows
 
 T = TypeVar("T")
 Position = dict[str, Any]

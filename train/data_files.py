@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from configs.data import Source
-from train.sources import glob_files
+from treering.configs.data import Source
+from treering.train.sources import glob_files
 
 DATA = "data.json"
 SAMPLED = 64 << 20

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from configs.train import StepConfig
-from layers.program import Program
-from layers.sharding import Plan
-from layers.trained_weight import lower, trained
-from models.transformer import Transformer
-from train.batch import Batch, abstract_batch, check_batch
-from train.forward import output_weight, run
-from train.loss import token_losses
+from treering.configs.train import StepConfig
+from treering.layers.program import Program
+from treering.layers.sharding import Plan
+from treering.layers.trained_weight import lower, trained
+from treering.models.transformer import Transformer
+from treering.train.batch import Batch, abstract_batch, check_batch
+from treering.train.forward import output_weight, run
+from treering.train.loss import token_losses
 
 
 class LossSums(eqx.Module):

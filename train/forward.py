@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from configs.train import Remat, StepConfig
-from layers.attention import Context
-from layers.blockwise import LSE_NAME, OUT_NAME
-from layers.sharding import Plan
-from layers.trained_weight import TrainedWeight
-from models.transformer import Transformer
-from train.attention import ContextAttention
-from train.batch import Batch
+from treering.configs.train import Remat, StepConfig
+from treering.layers.attention import Context
+from treering.layers.blockwise import LSE_NAME, OUT_NAME
+from treering.layers.sharding import Plan
+from treering.layers.trained_weight import TrainedWeight
+from treering.models.transformer import Transformer
+from treering.train.attention import ContextAttention
+from treering.train.batch import Batch
 
 
 def run(model: Transformer, batch: Batch, config: StepConfig, plan: Plan) -> Float[Array, "batch seq embed"]:

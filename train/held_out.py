@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from configs.run import RunConfig
-from layers.sharding import Plan
-from models.transformer import Transformer
-from train.batch import Batch, place
-from train.data import ahead, held_out_batches, process_rows
-from train.evaluate import empty_sums, evaluation_program
-from train.store import TokenStore
+from treering.configs.run import RunConfig
+from treering.layers.sharding import Plan
+from treering.models.transformer import Transformer
+from treering.train.batch import Batch, place
+from treering.train.data import ahead, held_out_batches, process_rows
+from treering.train.evaluate import empty_sums, evaluation_program
+from treering.train.store import TokenStore
 
 
 class HeldOut:

@@ -16,9 +16,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from layers.partial import statistics_dtype
-from layers.trained_weight import Home, TrainedWeight
-from layers.varying import vary_over, varying_axes
+from treering.layers.partial import statistics_dtype
+from treering.layers.trained_weight import Home, TrainedWeight
+from treering.layers.varying import vary_over, varying_axes
 
 
 class LossSum(eqx.Module):

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs.model import ModelConfig
-from configs.run import RunConfig, WatchConfig
+from treering.configs.model import ModelConfig
+from treering.configs.run import RunConfig, WatchConfig
 
 FILE = "metrics.jsonl"
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from configs.train import OptimizerConfig, ScheduleConfig
-from layers.sharding import dims_of, is_matrix
+from treering.configs.train import OptimizerConfig, ScheduleConfig
+from treering.layers.sharding import dims_of, is_matrix
 
 
 def transformation(config: OptimizerConfig) -> optax.GradientTransformation:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 from jaxtyping import Bool, Int
 
-from train.batch import IGNORED
+from treering.train.batch import IGNORED
 
 
 @dataclass(frozen=True)

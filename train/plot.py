@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.cli import Positional, parse
-from train.metrics import FILE, read_metrics
+from treering.configs.cli import Positional, parse
+from treering.train.metrics import FILE, read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,22 +13,22 @@ from typing import Any
 
 from filelock import FileLock
 
-from configs.model import ModelConfig
-from configs.run import RunConfig, fixed, flat
-from layers.sharding import Plan
-from models.checkpoint import check_place
-from models.load import open_model
-from models.record import CHECKPOINTS, RECORD, TOKENIZER, read_config
-from models.tokenizer import Tokenizer
-from train.batch import check_batch
-from train.checkpoint import finished_steps
-from train.data import Mixture, Rows, StoredBlocks, StreamedBlocks
-from train.data_files import Marks, check_same_files, marks_of
-from train.metrics import check_extras
-from train.new_tokenizer import BYTE_VOCAB, write_tokenizer
-from train.optim import check_schedule
-from train.sources import open_source, told
-from train.store import TokenStore, hash_folder, tokenise
+from treering.configs.model import ModelConfig
+from treering.configs.run import RunConfig, fixed, flat
+from treering.layers.sharding import Plan
+from treering.models.checkpoint import check_place
+from treering.models.load import open_model
+from treering.models.record import CHECKPOINTS, RECORD, TOKENIZER, read_config
+from treering.models.tokenizer import Tokenizer
+from treering.train.batch import check_batch
+from treering.train.checkpoint import finished_steps
+from treering.train.data import Mixture, Rows, StoredBlocks, StreamedBlocks
+from treering.train.data_files import Marks, check_same_files, marks_of
+from treering.train.metrics import check_extras
+from treering.train.new_tokenizer import BYTE_VOCAB, write_tokenizer
+from treering.train.optim import check_schedule
+from treering.train.sources import open_source, told
+from treering.train.store import TokenStore, hash_folder, tokenise
 
 CONFIG = "config.json"
 REPORTED_DOCUMENTS = 1 << 20

@@ -14,22 +14,22 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from configs.run import RunConfig, flat
-from layers.devices import describe, plan_for, simulate_cpu_devices
-from layers.program import Program
-from layers.sharding import Plan
-from models.checkpoint import alone_in
-from models.families import families
-from models.load import open_model
-from models.record import CHECKPOINTS, TOKENIZER
-from train.batch import place
-from train.checkpoint import Checkpoints, finished_steps, restore
-from train.data import ahead, batches, process_rows
-from train.data_files import DATA, Marks
-from train.held_out import HeldOut, in_words
-from train.prepare import CONFIG, check_run, find_tokenizer, open_data, weights_of
-from train.step import TrainState, abstract_state, init_state, step_program
-from train.watch import Profile, Recorder, StopSignal, TooManySkips, Watchdog
+from treering.configs.run import RunConfig, flat
+from treering.layers.devices import describe, plan_for, simulate_cpu_devices
+from treering.layers.program import Program
+from treering.layers.sharding import Plan
+from treering.models.checkpoint import alone_in
+from treering.models.families import families
+from treering.models.load import open_model
+from treering.models.record import CHECKPOINTS, TOKENIZER
+from treering.train.batch import place
+from treering.train.checkpoint import Checkpoints, finished_steps, restore
+from treering.train.data import ahead, batches, process_rows
+from treering.train.data_files import DATA, Marks
+from treering.train.held_out import HeldOut, in_words
+from treering.train.prepare import CONFIG, check_run, find_tokenizer, open_data, weights_of
+from treering.train.step import TrainState, abstract_state, init_state, step_program
+from treering.train.watch import Profile, Recorder, StopSignal, TooManySkips, Watchdog
 
 
 class Stopped(Exception):

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from configs.data import Source
-from train.python_docs import SPLITS, python_docs
+from treering.configs.data import Source
+from treering.train.python_docs import SPLITS, python_docs
 
 PYTHON_DOCS = "python-docs"
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".text": "text"}

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.model import ModelConfig
-from configs.precision import DType
-from configs.train import OptimizerConfig, StepConfig
-from layers.program import Program
-from layers.sharding import Plan
-from layers.trained_weight import lower, slots_of, trained
-from models.families.registry import families
-from models.transformer import Stacked, Transformer
-from train.batch import Batch, abstract_batch, check_batch, split
-from train.forward import output_weight, run
-from train.loss import LossSum, cross_entropy
-from train.optim import check_schedule, clip, learning_rate, transformation
+from treering.configs.model import ModelConfig
+from treering.configs.precision import DType
+from treering.configs.train import OptimizerConfig, StepConfig
+from treering.layers.program import Program
+from treering.layers.sharding import Plan
+from treering.layers.trained_weight import lower, slots_of, trained
+from treering.models.families.registry import families
+from treering.models.transformer import Stacked, Transformer
+from treering.train.batch import Batch, abstract_batch, check_batch, split
+from treering.train.forward import output_weight, run
+from treering.train.loss import LossSum, cross_entropy
+from treering.train.optim import check_schedule, clip, learning_rate, transformation
 
 
 class TrainState(eqx.Module):

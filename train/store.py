@@ -17,10 +17,10 @@ import numpy as np
 from filelock import FileLock
 from jaxtyping import Int
 
-from configs.data import Source
-from models.tokenizer import Tokenizer
-from train.packing import Document
-from train.sources import open_source, place_of, told
+from treering.configs.data import Source
+from treering.models.tokenizer import Tokenizer
+from treering.train.packing import Document
+from treering.train.sources import open_source, place_of, told
 
 _VERSION = 2
 """Part of the fingerprint: rises when the same data would give other tokens."""

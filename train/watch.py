@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from configs.run import RunConfig
-from train.metrics import Meter, MetricsLog
+from treering.configs.run import RunConfig
+from treering.train.metrics import Meter, MetricsLog
 
 
 class Bar:

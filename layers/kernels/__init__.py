@@ -14,9 +14,9 @@ MIXED ones too.
 
 from types import ModuleType
 
-from layers.kernels import xla
-from layers.kernels.pairs import Pairs as Pairs
-from layers.mask import Mask
+from treering.layers.kernels import xla
+from treering.layers.kernels.pairs import Pairs as Pairs
+from treering.layers.mask import Mask
 
 
 def kernel_for(pairs: Pairs, mask: Mask) -> ModuleType:

@@ -3,7 +3,7 @@
 import equinox as eqx
 from jaxtyping import Array, Int
 
-from layers.mask import BlockClass
+from treering.layers.mask import BlockClass
 
 
 class Pairs(eqx.Module):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from layers.kernels.pairs import Pairs
-from layers.mask import BlockClass, Bounds, Mask, classify, visible
+from treering.layers.kernels.pairs import Pairs
+from treering.layers.mask import BlockClass, Bounds, Mask, classify, visible
 
 Q_TILE, KV_TILE = 256, 256
 """The most tokens of a tile."""

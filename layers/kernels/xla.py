@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from layers.kernels.pairs import Pairs
-from layers.kernels.tiles import Tiles
-from layers.mask import Mask
-from layers.partial import statistics_dtype
-from layers.varying import vary_over, varying_axes
+from treering.layers.kernels.pairs import Pairs
+from treering.layers.kernels.tiles import Tiles
+from treering.layers.mask import Mask
+from treering.layers.partial import statistics_dtype
+from treering.layers.varying import vary_over, varying_axes
 
 _BY_LAST_DIMS = (((2,), (2,)), ((0,), (0,)))
 _PLAIN = (((2,), (1,)), ((0,), (0,)))

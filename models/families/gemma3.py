@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from configs.gemma import Gemma3Config
-from configs.rope import DefaultRope
-from layers.attention import Attention, Context
-from layers.embed import Embedding
-from layers.linear import Linear
-from layers.mask import Mask
-from layers.mlp import SwiGLU
-from layers.partial import statistics_dtype
-from layers.sharding import Plan, array_field
-from models.families.fields import Fields
-from models.families.registry import Family
-from models.families.shared import BLOCK, read_shared, tensor_names, write_shared
-from models.transformer import Transformer, dim_sizes, init_transformer
+from treering.configs.gemma import Gemma3Config
+from treering.configs.rope import DefaultRope
+from treering.layers.attention import Attention, Context
+from treering.layers.embed import Embedding
+from treering.layers.linear import Linear
+from treering.layers.mask import Mask
+from treering.layers.mlp import SwiGLU
+from treering.layers.partial import statistics_dtype
+from treering.layers.sharding import Plan, array_field
+from treering.models.families.fields import Fields
+from treering.models.families.registry import Family
+from treering.models.families.shared import BLOCK, read_shared, tensor_names, write_shared
+from treering.models.transformer import Transformer, dim_sizes, init_transformer
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _BLOCK = BLOCK | {

@@ -5,11 +5,11 @@ from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
-from configs.llama import LlamaConfig
-from models.families.fields import Fields
-from models.families.registry import Family
-from models.families.shared import BLOCK, read_shared, tensor_names, write_shared
-from models.transformer import Transformer, init_block, init_transformer
+from treering.configs.llama import LlamaConfig
+from treering.models.families.fields import Fields
+from treering.models.families.registry import Family
+from treering.models.families.shared import BLOCK, read_shared, tensor_names, write_shared
+from treering.models.transformer import Transformer, init_block, init_transformer
 
 
 def init(config: LlamaConfig, key: PRNGKeyArray) -> Transformer:

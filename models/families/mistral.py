@@ -5,13 +5,13 @@ from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
-from configs.mistral import MistralConfig
-from layers.attention import Attention
-from layers.mask import Mask
-from models.families.fields import Fields
-from models.families.registry import Family
-from models.families.shared import BLOCK, read_shared, tensor_names, write_shared
-from models.transformer import Transformer, dim_sizes, init_block, init_transformer
+from treering.configs.mistral import MistralConfig
+from treering.layers.attention import Attention
+from treering.layers.mask import Mask
+from treering.models.families.fields import Fields
+from treering.models.families.registry import Family
+from treering.models.families.shared import BLOCK, read_shared, tensor_names, write_shared
+from treering.models.transformer import Transformer, dim_sizes, init_block, init_transformer
 
 
 def init(config: MistralConfig, key: PRNGKeyArray) -> Transformer:

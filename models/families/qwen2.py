@@ -6,14 +6,14 @@ from typing import Any
 import jax
 from jaxtyping import PRNGKeyArray
 
-from configs.qwen import Qwen2Config
-from layers.attention import Attention
-from layers.linear import Linear
-from layers.mask import Mask
-from models.families.fields import Fields
-from models.families.registry import Family
-from models.families.shared import BLOCK, read_shared, tensor_names, write_shared
-from models.transformer import Transformer, dim_sizes, init_block, init_transformer
+from treering.configs.qwen import Qwen2Config
+from treering.layers.attention import Attention
+from treering.layers.linear import Linear
+from treering.layers.mask import Mask
+from treering.models.families.fields import Fields
+from treering.models.families.registry import Family
+from treering.models.families.shared import BLOCK, read_shared, tensor_names, write_shared
+from treering.models.transformer import Transformer, dim_sizes, init_block, init_transformer
 
 _BIASES = {f"attention.{name}.bias": f"self_attn.{name}_proj.bias" for name in ("q", "k", "v")}
 

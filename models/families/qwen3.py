@@ -5,14 +5,14 @@ from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
-from configs.qwen import Qwen3Config
-from layers.attention import Attention
-from layers.norm import RMSNorm
-from models.families.fields import Fields
-from models.families.qwen2 import refuse_windows
-from models.families.registry import Family
-from models.families.shared import BLOCK, read_shared, tensor_names, write_shared
-from models.transformer import Transformer, dim_sizes, init_block, init_transformer
+from treering.configs.qwen import Qwen3Config
+from treering.layers.attention import Attention
+from treering.layers.norm import RMSNorm
+from treering.models.families.fields import Fields
+from treering.models.families.qwen2 import refuse_windows
+from treering.models.families.registry import Family
+from treering.models.families.shared import BLOCK, read_shared, tensor_names, write_shared
+from treering.models.transformer import Transformer, dim_sizes, init_block, init_transformer
 
 _NORMS = {f"attention.{name}_norm.weight": f"self_attn.{name}_norm.weight" for name in ("q", "k")}
 

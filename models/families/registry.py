@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
-from configs.model import ModelConfig
-from configs.zoo import ZOO
-from models.families.fields import Fields, read_json
-from models.transformer import Transformer
+from treering.configs.model import ModelConfig
+from treering.configs.zoo import ZOO
+from treering.models.families.fields import Fields, read_json
+from treering.models.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)

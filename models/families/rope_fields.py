@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from configs.rope import ROPE_KINDS, DefaultRope, LinearRope, Llama3Rope, RopeConfig, YarnRope
-from models.families.fields import Fields
+from treering.configs.rope import ROPE_KINDS, DefaultRope, LinearRope, Llama3Rope, RopeConfig, YarnRope
+from treering.models.families.fields import Fields
 
 DEFAULT_THETA = 10_000.0
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from configs.model import ModelConfig
-from models.families.fields import Fields
-from models.families.rope_fields import read_rope, write_rope
+from treering.configs.model import ModelConfig
+from treering.models.families.fields import Fields
+from treering.models.families.rope_fields import read_rope, write_rope
 
 BLOCK = {
     "attention_norm.weight": "input_layernorm.weight",

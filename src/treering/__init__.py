@@ -1,12 +1,48 @@
-"""The front door: `treering COMMAND ...`, each command one lazily imported function."""
+"""Train and serve Llama-family language models on sequences that no device can hold.
+
+The front door: `treering COMMAND ...`, and the names that most people import, each loaded when it is asked for. The
+folders beside this file are links to those of the repository, so that `treering` is the one name that is installed.
+"""
 
 import importlib
 import importlib.metadata
 import os
 import platform
 import sys
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0.dev0"
+PACKAGES = ("configs", "layers", "models", "infer", "train")
+EXPORTS = {
+    "Mask": "layers",
+    "dense_attention": "layers",
+    "gather_attention": "layers",
+    "local_attention": "layers",
+    "ring_attention": "layers",
+    "tree_attention": "layers",
+}
+"""Name: the package that it is imported from when it is first used."""
+
+if not_links := [name for name in PACKAGES if not (Path(__file__).parent / name).is_dir()]:
+    raise ImportError(
+        f"{Path(__file__).parent} lacks the links {', '.join(not_links)} to the repository's folders: check it out "
+        "again where links are allowed (on Windows: developer mode, and git config core.symlinks true)"
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in PACKAGES:
+        return importlib.import_module(f"treering.{name}")
+    if name in EXPORTS:
+        return getattr(importlib.import_module(f"treering.{EXPORTS[name]}"), name)
+    raise AttributeError(f"module 'treering' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PACKAGES, *EXPORTS})
+
+
 COMMANDS = {
     "convert": ("models.convert_command", "turn a Hugging Face or Meta folder, or a GGUF file, into a checkpoint"),
     "export": ("models.export_command", "turn a checkpoint into a Hugging Face folder"),
@@ -18,7 +54,7 @@ COMMANDS = {
     "check": ("models.check_command", "run our checks on a size or a family of your own"),
     "plot": ("train.plot", "draw the loss of a run, and its loss by position"),
 }
-"""Name: the module whose `main(arguments)` runs it, and what it does."""
+"""Name: the module of `treering` whose `main(arguments)` runs it, and what it does."""
 PLUGIN = (
     "--plugin FILE.py  a file that registers families of your own (docs/add-a-model.md), for every command but plot"
 )
@@ -92,10 +128,10 @@ def main(arguments: list[str] | None = None) -> int:
             # Before the command's own options are read: a recipe of the user's may need what it registers.
             rest, files = without_plugins(rest)
             for file in files:
-                importlib.import_module("models.plugin").load_plugin(file)
+                importlib.import_module("treering.models.plugin").load_plugin(file)
             if {"-h", "--help"} & set(rest):
                 print(PLUGIN, end="\n\n")
-        status = importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+        status = importlib.import_module(f"treering.{COMMANDS[name][0]}").main(rest) or 0
         sys.stdout.flush()  # here a closed pipe can still be answered
         return status
     except BrokenPipeError:
@@ -105,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("TREERING_TRACEBACK"):
             raise
-        told = importlib.import_module("configs.cli").as_typed(str(error), rest)
+        told = importlib.import_module("treering.configs.cli").as_typed(str(error), rest)
         if isinstance(error, OSError) and error.filename:
             told = f"{error.filename}: {error.strerror}"
         print(f"treering{' ' + name if name in COMMANDS else ''}: {' '.join(told.split())}", file=sys.stderr)
@@ -113,7 +149,3 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,7 @@
+"""`python -m treering COMMAND ...`."""
+
+import sys
+
+from treering import main
+
+sys.exit(main())
