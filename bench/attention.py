@@ -74,7 +74,7 @@ def local_beside_torch(rounds_at: dict[int, int]) -> tuple[list[tuple], dict[str
     import jax
     import jax.numpy as jnp
 
-    from treering.layers.blockwise import local_attention
+    from treering.layers.attention.local import local_attention
 
     jax.config.update("jax_platforms", "cpu")
     rows, figures = [], {}
@@ -96,9 +96,9 @@ def devices_beside_one(lengths: list[int], rounds: int, figures: dict[str, float
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    from treering.layers.blockwise import local_attention
-    from treering.layers.gather import gather_attention
-    from treering.layers.ring import ring_attention
+    from treering.layers.attention.distributed.gather import gather_attention
+    from treering.layers.attention.distributed.ring import ring_attention
+    from treering.layers.attention.local import local_attention
 
     mesh = jax.make_mesh((DEVICES,), ("context",), axis_types=(AxisType.Auto,))
     rows = []
@@ -138,10 +138,10 @@ def computed_pairs(mesh: Any, order: Any, mask: Any, share: int, segments: Any =
     import numpy as np
     from jax.sharding import PartitionSpec
 
-    from treering.layers.kernels.xla import computed_pairs as in_kernel
-    from treering.layers.shares import Steps
-    from treering.layers.tokens import Tokens
-    from treering.layers.varying import vary_over
+    from treering.layers.attention.distributed.ring_schedule import Steps
+    from treering.layers.attention.distributed.token_layout import Tokens
+    from treering.layers.attention.kernels.xla import computed_pairs as in_kernel
+    from treering.layers.attention.varying import vary_over
 
     def on_device(segments, kv_segments):
         tokens = Tokens.of_device(
@@ -176,8 +176,8 @@ def balance(share: int, figures: dict[str, float]) -> list[tuple]:
     import numpy as np
     from jax.sharding import AxisType
 
-    from treering.layers.mask import Mask
-    from treering.layers.order import to_order
+    from treering.layers.attention.mask import Mask
+    from treering.layers.attention.order import to_order
 
     mesh = jax.make_mesh((DEVICES,), ("context",), axis_types=(AxisType.Auto,))
     tokens = share * DEVICES

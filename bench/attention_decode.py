@@ -23,8 +23,8 @@ def programs(tokens: int) -> dict:
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     from bench.baselines import ALL_KEYS, plain_attention, ring_decode, three_all_reduces
-    from treering.layers.blockwise import local_attention
-    from treering.layers.tree import tree_attention
+    from treering.layers.attention.distributed.tree import tree_attention
+    from treering.layers.attention.local import local_attention
 
     mesh = jax.make_mesh((DEVICES,), ("context",), axis_types=(AxisType.Auto,))
     keys = jax.random.split(jax.random.key(0), 3)

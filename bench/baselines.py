@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from treering.layers.blockwise import local_attention
-from treering.layers.mask import Mask
-from treering.layers.partial import Partial, merge
-from treering.layers.varying import vary_over
+from treering.layers.attention.local import local_attention
+from treering.layers.attention.mask import Mask
+from treering.layers.attention.partial import Partial, merge
+from treering.layers.attention.varying import vary_over
 
 ALL_KEYS = Mask(causal=False)
 """What the newest token sees."""

@@ -28,9 +28,9 @@ def programs(processes: int) -> dict:
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     from bench.baselines import three_all_reduces
-    from treering.layers.partial import Partial
-    from treering.layers.tree import tree_combine
-    from treering.layers.varying import vary_over
+    from treering.layers.attention.distributed.tree import tree_combine
+    from treering.layers.attention.partial import Partial
+    from treering.layers.attention.varying import vary_over
 
     mesh = jax.make_mesh((processes,), ("context",), axis_types=(AxisType.Auto,))
     sharded = NamedSharding(mesh, PartitionSpec("context"))

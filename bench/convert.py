@@ -103,13 +103,13 @@ def step(name: str, arguments: list[str]) -> dict[str, float]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     from treering.configs.mesh import MeshConfig
-    from treering.layers.devices import plan_for
-    from treering.models.checkpoint import load_model
-    from treering.models.convert import convert
+    from treering.layers.parallel.devices import plan_for
+    from treering.models.checkpoint.model import load_model
+    from treering.models.conversion.convert import convert
 
     if name == "convert":
         import treering.models.families
-        import treering.models.safetensors_folder  # noqa: F401  # what is imported late counts as imports
+        import treering.models.formats.safetensors_folder  # noqa: F401  # what is imported late counts as imports
 
         def run() -> dict[str, float]:
             convert(*arguments)

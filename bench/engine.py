@@ -21,8 +21,8 @@ from treering.configs.precision import Precision
 from treering.configs.sampling import RequestConfig
 from treering.infer.engine import Engine
 from treering.infer.scheduler import Scheduler
-from treering.layers.devices import plan_for
-from treering.models.checkpoint import load_model
+from treering.layers.parallel.devices import plan_for
+from treering.models.checkpoint.model import load_model
 
 NEW_TOKENS = 64
 LONG = 4096

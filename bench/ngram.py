@@ -1,6 +1,6 @@
 """What a back-off n-gram model makes of Python's documentation: `python -m bench.ngram`.
 
-Bits a byte on the held-out split of `train.python_docs`, fitted on the rest: the figure that the recipe
+Bits a byte on the held-out split of `train.data.python_docs`, fitted on the rest: the figure that the recipe
 `tiny_from_scratch` has to get below. The model predicts a byte from the longest context that it has seen, up to
 `order` bytes, and backs off with Witten-Bell weights (Witten and Bell 1991, method C): after a context seen n times
 with d different bytes, the shorter context has the weight d / (n + d); below the shortest stand 256 equal bytes.
@@ -44,7 +44,7 @@ def bits(document: bytes, counts: dict[bytes, Counter[int]], order: int) -> floa
 
 def main() -> None:
     """Runs the benchmark."""
-    from treering.train.python_docs import python_docs
+    from treering.train.data.python_docs import python_docs
 
     train, test = ([text.encode() for text in python_docs(split)["text"]] for split in ("train", "test"))
     size = sum(map(len, test))

@@ -28,9 +28,9 @@ def ours(model_config, remat: Any, tokens: int) -> Callable[[], None]:
     from treering.configs.mesh import MeshConfig
     from treering.configs.precision import Precision
     from treering.configs.train import OptimizerConfig, StepConfig
-    from treering.layers.devices import plan_for
+    from treering.layers.parallel.devices import plan_for
     from treering.models.families.registry import families
-    from treering.train.batch import Batch, place
+    from treering.train.data.batch import Batch, place
     from treering.train.step import init_state, step_program
 
     plan = plan_for(MeshConfig(), "train", fill="fsdp")

@@ -15,8 +15,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from treering.layers.mask import BlockClass, Bounds, Mask, classify, visible
-from treering.layers.order import ORDERS, order_positions
+from treering.layers.attention.mask import BlockClass, Bounds, Mask, classify, visible
+from treering.layers.attention.order import ORDERS, order_positions
 
 FOLDER = Path(__file__).parent / "figures"
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from treering.layers.sharding import Plan
+from treering.layers.parallel.sharding import Plan
 from treering.models.transformer import Transformer
 
 PREFILL_CHUNKS = (16, 64, 128, 256)

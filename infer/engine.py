@@ -20,12 +20,13 @@ from treering.configs.precision import Precision
 from treering.infer.chunks import Chunks, choose_chunks
 from treering.infer.rows import EngineState, Rows, at_rows, set_rows
 from treering.infer.sampling import Kind, draw, log_probabilities
-from treering.layers.attention import Context
-from treering.layers.cache import DecodeState, PagedAttention
-from treering.layers.order import dealt_places, dealt_tokens
-from treering.layers.program import Program
-from treering.layers.sharding import Plan
-from treering.layers.trained_weight import lower, trained
+from treering.layers.attention.order import dealt_places, dealt_tokens
+from treering.layers.nn.attention import Context
+from treering.layers.nn.gathered_weight import lower, trained
+from treering.layers.operations.paged import PagedAttention
+from treering.layers.operations.pool import DecodeState
+from treering.layers.parallel.program import Program
+from treering.layers.parallel.sharding import Plan
 from treering.models.transformer import Transformer, empty_pools
 
 PAGE_SLOTS = 128

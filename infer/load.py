@@ -13,13 +13,13 @@ from treering.infer.engine import Engine
 from treering.infer.request import Session
 from treering.infer.saved_cache import Reader, SavedCache, load_cache, save_cache
 from treering.infer.scheduler import Scheduler
-from treering.layers.devices import describe, plan_for, simulate_cpu_devices
-from treering.layers.sharding import Plan
-from treering.models.checkpoint import named_leaves
-from treering.models.load import OpenModel
+from treering.layers.parallel.devices import describe, plan_for, simulate_cpu_devices
+from treering.layers.parallel.sharding import Plan
+from treering.models.checkpoint.hashing import fingerprint, hash_arrays
+from treering.models.checkpoint.model import named_leaves
+from treering.models.conversion.load import OpenModel
 from treering.models.tokenizer import Tokenizer
 from treering.models.transformer import Transformer, check_mesh
-from treering.models.weights import fingerprint, hash_arrays
 
 
 def say(*words: object) -> None:

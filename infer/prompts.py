@@ -22,8 +22,8 @@ from treering.infer.answer import Answer, joint_record
 from treering.infer.load import load, restore, say
 from treering.infer.saved_cache import SavedCache, read_saved_cache
 from treering.infer.scheduler import Scheduler
-from treering.models.checkpoint import alone_in
-from treering.models.load import open_model
+from treering.models.checkpoint.atomic_folder import alone_in
+from treering.models.conversion.load import open_model
 from treering.models.tokenizer import Tokenizer
 
 

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Int
 
 from treering.configs.sampling import SamplingConfig
 from treering.infer.sampling import AnyArray, SamplingRows
-from treering.layers.cache import DecodeState
-from treering.layers.sharding import array_field
+from treering.layers.operations.pool import DecodeState
+from treering.layers.parallel.sharding import array_field
 
 MAX_ENDS = 8
 """End tokens that a row is stopped at on device."""

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from treering.layers.sharding import Plan, array_field
+from treering.layers.parallel.sharding import Plan, array_field
 
 Kind = Literal["greedy", "temperature", "full"]
 """What a batch needs: argmax alone, temperature besides, or everything. The first two never gather the logits."""

@@ -25,12 +25,13 @@ import numpy as np
 from treering.configs.model import ModelConfig
 from treering.infer.request import Session
 from treering.infer.scheduler import Scheduler
-from treering.layers.cache import NO_PAGE, PagePool, token_share
-from treering.models.checkpoint import empty, partial_folder, written_beside
+from treering.layers.operations.pool import NO_PAGE, PagePool, token_share
+from treering.models.checkpoint.arrays import read_arrays, write_arrays
+from treering.models.checkpoint.atomic_folder import empty, partial_folder, written_beside
+from treering.models.checkpoint.hashing import fingerprint, hash_arrays
+from treering.models.checkpoint.record import RECORD
 from treering.models.progress import byte_progress
-from treering.models.record import RECORD
 from treering.models.transformer import Transformer
-from treering.models.weights import fingerprint, hash_arrays, read_arrays, write_arrays
 
 FORMAT = 1
 CACHE_RECORD = "cache.json"

@@ -9,15 +9,15 @@ if __name__ != "treering.layers":
     raise ImportError("import treering.layers, and take the root of Treering's repository off sys.path")
 
 
-from treering.layers.blockwise import local_attention as local_attention
-from treering.layers.dense import dense_attention as dense_attention
-from treering.layers.energy import attention_energy as attention_energy
-from treering.layers.gather import gather_attention as gather_attention
-from treering.layers.mask import Mask as Mask
-from treering.layers.order import from_order as from_order
-from treering.layers.order import to_order as to_order
-from treering.layers.partial import Partial as Partial
-from treering.layers.partial import merge as merge
-from treering.layers.ring import ring_attention as ring_attention
-from treering.layers.tree import tree_attention as tree_attention
-from treering.layers.tree import tree_combine as tree_combine
+from treering.layers.attention.dense import dense_attention as dense_attention
+from treering.layers.attention.distributed.gather import gather_attention as gather_attention
+from treering.layers.attention.distributed.ring import ring_attention as ring_attention
+from treering.layers.attention.distributed.tree import tree_attention as tree_attention
+from treering.layers.attention.distributed.tree import tree_combine as tree_combine
+from treering.layers.attention.energy import attention_energy as attention_energy
+from treering.layers.attention.local import local_attention as local_attention
+from treering.layers.attention.mask import Mask as Mask
+from treering.layers.attention.order import from_order as from_order
+from treering.layers.attention.order import to_order as to_order
+from treering.layers.attention.partial import Partial as Partial
+from treering.layers.attention.partial import merge as merge

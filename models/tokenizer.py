@@ -7,10 +7,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treering.models.families.fields import check_no_pointer, read_json
-from treering.models.record import TOKENIZER
-from treering.models.safetensors_folder import TOKENIZER_FILES
+from treering.models.files import check_no_pointer, read_json
 
+TOKENIZER = "tokenizer"
+"""The folder of a checkpoint that holds its tokenizer, a Hugging Face folder without weights."""
+TOKENIZER_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""The files of a Hugging Face folder that are not weights; they are copied as they are."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WINDOW = 64
 """Tokens that a stream decodes again at each step before it drops the older ones."""

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from treering.configs.model import ModelConfig
-from treering.layers.attention import Attention, Context
-from treering.layers.cache import PagePool
-from treering.layers.embed import Embedding
-from treering.layers.linear import Linear
-from treering.layers.mlp import SwiGLU
-from treering.layers.norm import RMSNorm
-from treering.layers.sharding import Plan, divisors, stacked_field
+from treering.layers.nn.attention import Attention, Context
+from treering.layers.nn.embed import Embedding
+from treering.layers.nn.linear import Linear
+from treering.layers.nn.mlp import SwiGLU
+from treering.layers.nn.norm import RMSNorm
+from treering.layers.operations.pool import PagePool
+from treering.layers.parallel.sharding import Plan, divisors, stacked_field
 
 
 class Block(eqx.Module):
@@ -30,7 +30,7 @@ class Block(eqx.Module):
 
     attention_norm: RMSNorm
     attention: Callable[..., Any]
-    """`layers.attention.Attention`, or a family's own layer that is called as it is."""
+    """`layers.nn.attention.Attention`, or a family's own layer that is called as it is."""
     mlp_norm: RMSNorm
     mlp: SwiGLU
 
@@ -126,10 +126,10 @@ class Transformer(eqx.Module):
     """A decoder-only model. `config` says what it is; families build the blocks."""
 
     embed: Any
-    """`layers.embed.Embedding`, or a family's own module with a `table` that is called and unembeds as it does."""
+    """`layers.nn.embed.Embedding`, or a family's own module with a `table` that is called and unembeds as it does."""
     blocks: Stacked | Unrolled
     norm: Callable[[Array], Array]
-    """`layers.norm.RMSNorm`, or a family's own."""
+    """`layers.nn.norm.RMSNorm`, or a family's own."""
     output: Linear | None
     """The output projection, or None where it is the embedding table."""
     config: ModelConfig = eqx.field(static=True)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from treering.layers.dense import dense_partial
-from treering.layers.mask import Mask
-from treering.layers.order import Order, from_order, order_divisor, to_order
-from treering.layers.partial import Partial
+from treering.layers.attention.dense import dense_partial
+from treering.layers.attention.mask import Mask
+from treering.layers.attention.order import Order, from_order, order_divisor, to_order
+from treering.layers.attention.partial import Partial
 
 MASKS = {
     "none": Mask(causal=False),
@@ -241,9 +241,9 @@ def check(case: Case, make_mesh: Callable[..., Mesh], *, scales: tuple[float, ..
 
     `scales` multiply the queries, and so the scores.
     """
-    from treering.layers.blockwise import local_attention
-    from treering.layers.gather import gather_partial
-    from treering.layers.ring import ring_partial
+    from treering.layers.attention.distributed.gather import gather_partial
+    from treering.layers.attention.distributed.ring import ring_partial
+    from treering.layers.attention.local import local_attention
 
     mask = MASKS[case.mask]
     divisor = 1 if case.order == "contiguous" else order_divisor(case.order, case.p)

@@ -15,7 +15,7 @@ jax.config.update("jax_num_cpu_devices", devices)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import hlo  # noqa: E402
-from treering.layers.devices import plan_for  # noqa: E402
+from treering.layers.parallel.devices import plan_for  # noqa: E402
 from treering.train.step import abstract_state, step_program  # noqa: E402
 
 plan = plan_for(config.mesh, "train", fill="fsdp")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treering.layers.sharding import Plan
+from treering.layers.parallel.sharding import Plan
 
 torch = pytest.importorskip("torch")
 
@@ -37,7 +37,7 @@ def right_logits(model: Any, ids: np.ndarray) -> np.ndarray:
 
 def ours(folder: Path, model: Any, plan: Plan) -> Any:
     """Our model of the same weights, through the folder that transformers writes."""
-    from treering.models.load import open_model
+    from treering.models.conversion.load import open_model
 
     model.save_pretrained(folder / "hf")
     return open_model(folder / "hf").load(plan, None)
@@ -47,8 +47,8 @@ def there_and_back(model: Any, folder: Path) -> Any:
     """transformers' model of what we export after converting `model`, each parameter's bits compared on the way."""
     from transformers import AutoModelForCausalLM
 
-    from treering.models.convert import convert
-    from treering.models.export import export
+    from treering.models.conversion.convert import convert
+    from treering.models.conversion.export import export
 
     model.save_pretrained(folder / "hf")
     convert(folder / "hf", folder / "checkpoint")
@@ -64,8 +64,8 @@ def there_and_back(model: Any, folder: Path) -> Any:
 
 def run(model: Any, plan: Plan, ids: np.ndarray, *, dtype: str = "float32") -> np.ndarray:
     """Logits `[batch seq vocab]`; rows shorter than the longest end in -1, which is padding."""
-    from treering.layers.attention import Context
-    from treering.layers.dense import dense_attention
+    from treering.layers.attention.dense import dense_attention
+    from treering.layers.nn.attention import Context
 
     def attend(q, k, v, *, mask, context, state, layer):
         return dense_attention(q, k, v, mask=mask, positions=context.positions, segments=context.segments), state

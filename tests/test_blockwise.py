@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import hlo
 from attention_cases import Case, check, covering_array, error
-from treering.layers.blockwise import local_attention
-from treering.layers.dense import dense_attention, dense_partial
-from treering.layers.kernels import tiles
-from treering.layers.mask import Mask
-from treering.layers.partial import Partial
+from treering.layers.attention.dense import dense_attention, dense_partial
+from treering.layers.attention.kernels import tiles
+from treering.layers.attention.local import local_attention
+from treering.layers.attention.mask import Mask
+from treering.layers.attention.partial import Partial
 
 CASES = [case for case in covering_array() if case.algorithm == "local"]
 LONG = [case for case in covering_array(seed=30, start=()) if case.algorithm == "local"]

@@ -17,8 +17,8 @@ def checkpoint(tmp_path_factory):
 def engine(checkpoint, mesh):
     from treering.configs.precision import Precision
     from treering.infer.engine import Engine
-    from treering.layers.sharding import Plan
-    from treering.models.checkpoint import load_model
+    from treering.layers.parallel.sharding import Plan
+    from treering.models.checkpoint.model import load_model
 
     plan = Plan(mesh(context=2), "decode")
     return Engine(load_model(checkpoint, plan, "float32"), plan, Precision(), batch=1, capacity=256)
@@ -69,7 +69,7 @@ def test_an_answer_broken_off_leaves_a_conversation_that_goes_on(engine, checkpo
 
 
 def test_a_conversation_that_outgrows_the_cache_is_refused_and_kept(engine, checkpoint, tmp_path, capsys):
-    from treering.infer.chat import obey_or_reply
+    from treering.infer.commands.chat import obey_or_reply
 
     talk = conversation(engine, checkpoint, max_new_tokens=2)
     obey_or_reply(talk, "hello")

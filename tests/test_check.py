@@ -14,8 +14,8 @@ import pytest
 import treering
 from treering.configs.llama import LLAMA_3_1_405B, TINY, LlamaConfig
 from treering.configs.zoo import ZOO
-from treering.models import check as checks
-from treering.models.check import Finding, check, find_entry, tiny
+from treering.models.audit import check as checks
+from treering.models.audit.check import Finding, check, find_entry, tiny
 from treering.models.families import llama, register_family, registry
 
 
@@ -145,7 +145,7 @@ def test_what_transformers_computes_otherwise_is_found(monkeypatch: pytest.Monke
 
 
 def _with_eps(folder: str) -> Any:
-    from treering.models.load import open_model
+    from treering.models.conversion.load import open_model
 
     file = Path(folder) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-5}))

@@ -15,10 +15,18 @@ from jax.sharding import Mesh
 
 from treering.configs.llama import LLAMA_3_2_1B_CUT, TINY
 from treering.configs.model import ModelConfig
-from treering.layers.sharding import Plan
-from treering.models.checkpoint import abstract_model, load_model, named_leaves, read_config, read_record, save_model
+from treering.layers.parallel.sharding import Plan
+from treering.models.checkpoint.arrays import DTYPES
+from treering.models.checkpoint.hashing import hash_array, hash_arrays
+from treering.models.checkpoint.model import (
+    abstract_model,
+    load_model,
+    named_leaves,
+    read_config,
+    read_record,
+    save_model,
+)
 from treering.models.transformer import Stacked, Transformer, unroll
-from treering.models.weights import DTYPES, hash_array, hash_arrays
 
 SMALL = replace(TINY, heads=8, kv_heads=4, vocab=64, mlp=64)
 """Dims that eight devices divide."""
@@ -155,7 +163,7 @@ def test_a_save_that_breaks_off_leaves_nothing_that_loads(
     def stop(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("models.checkpoint.hash_arrays", stop)
+    monkeypatch.setattr("treering.models.checkpoint.model.hash_arrays", stop)
     with pytest.raises(KeyboardInterrupt):
         save_model(tmp_path / "checkpoint", saved[1], source={})
     monkeypatch.undo()
@@ -259,7 +267,7 @@ def test_a_mesh_that_does_not_divide_is_refused(saved: tuple[Path, Transformer],
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000])
 def test_a_model_json_that_is_no_text_or_no_end_of_brackets_is_told_by_name(tmp_path, content):
-    from treering.models.record import read_record
+    from treering.models.checkpoint.record import read_record
 
     (tmp_path / "weights").mkdir()
     (tmp_path / "model.json").write_bytes(content)

@@ -19,15 +19,18 @@ import tiny
 import treering
 from treering.configs.model import ModelConfig
 from treering.configs.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
-from treering.layers.sharding import Plan
-from treering.models import convert as conversion
-from treering.models.checkpoint import load_model, named_leaves, read_config, read_record
-from treering.models.convert import convert
+from treering.layers.parallel.sharding import Plan
+from treering.models.checkpoint.arrays import DTYPES
+from treering.models.checkpoint.hashing import is_finite
+from treering.models.checkpoint.model import load_model, named_leaves
+from treering.models.checkpoint.record import read_config, read_record
+from treering.models.conversion import convert as conversion
+from treering.models.conversion.convert import convert
+from treering.models.conversion.load import open_model
 from treering.models.families import config_of
 from treering.models.families.fields import Fields
-from treering.models.load import open_model
+from treering.models.formats import match
 from treering.models.tokenizer import Tokenizer
-from treering.models.weights import DTYPES, is_finite
 
 TIED = tiny.LLAMA | {"tie_word_embeddings": True}
 BLOCK = {
@@ -112,7 +115,7 @@ def test_gguf_gives_the_same_checkpoint(tmp_path: Path, config: dict[str, Any]) 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0", "Q5_1", "F16", "BF16"])
 def test_gguf_is_dequantised(tmp_path: Path, plan: Plan, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.gguf._PIECE_BYTES", 1000)
+    monkeypatch.setattr("treering.models.formats.gguf._PIECE_BYTES", 1000)
     quantise = gguf.GGMLQuantizationType[kind]
     weights = tiny.tensors()
     tiny.write_gguf(tmp_path / "model.gguf", weights=weights, quantise=quantise)
@@ -290,7 +293,7 @@ def test_what_cannot_be_written_is_told_of_the_destination_and_goes_on(tmp_path:
 def test_a_conversion_goes_on_where_it_broke_off(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.write_folder(tmp_path / "source")
     read: list[str] = []
-    original = conversion._read
+    original = match._read
 
     def reading(name: str, *rest: Any) -> None:
         if len(read) == 9:
@@ -298,7 +301,7 @@ def test_a_conversion_goes_on_where_it_broke_off(tmp_path: Path, plan: Plan, mon
         read.append(name)
         original(name, *rest)
 
-    monkeypatch.setattr(conversion, "_read", reading)
+    monkeypatch.setattr(match, "_read", reading)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
@@ -307,7 +310,7 @@ def test_a_conversion_goes_on_where_it_broke_off(tmp_path: Path, plan: Plan, mon
     read.append("more than nine")
     read_first = set(read)
     read.clear()
-    monkeypatch.setattr(conversion, "_read", lambda name, *rest: (read.append(name), original(name, *rest)))
+    monkeypatch.setattr(match, "_read", lambda name, *rest: (read.append(name), original(name, *rest)))
     convert(source, tmp_path / "checkpoint")
     assert_holds(tmp_path / "checkpoint", tiny.tensors(), plan)
     # Only the parameter in which it broke off is read again.

@@ -16,7 +16,7 @@ VOCAB = 300
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory):
     from treering.models.tokenizer import Tokenizer
-    from treering.train.new_tokenizer import write_tokenizer
+    from treering.train.data.new_tokenizer import write_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer") / "bytes"
     write_tokenizer(folder, "bytes", [], VOCAB)
@@ -34,7 +34,7 @@ def write_jsonl(path: Path, rows: list[str]) -> None:
 
 def store_of(tmp_path: Path, tokenizer, path: str, **source):
     from treering.configs.data import Source
-    from treering.train.store import tokenise
+    from treering.train.data.store import tokenise
 
     where = Source(path=path, **source)
     return tokenise(where, tokenizer, tokenizer_hash="t", vocab=VOCAB, end=True, cache=tmp_path / "cache")
@@ -80,8 +80,8 @@ KINDS = ["jsonl", "jsonl.gz", "jsonl.bz2", "jsonl.xz", "json", "parquet", "txt",
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_local_data_gives_the_same_documents_stored_and_streamed(tmp_path, tokenizer, kind) -> None:
     from treering.configs.data import Source
-    from treering.train.data import StreamedBlocks
-    from treering.train.sources import open_source
+    from treering.train.data.sources import open_source
+    from treering.train.data.stream import StreamedBlocks
 
     path = local(tmp_path, kind)
     store = store_of(tmp_path, tokenizer, path)
@@ -118,8 +118,8 @@ def test_columns_of_token_ids_are_taken_as_they_are(tmp_path, tokenizer) -> None
 @pytest.mark.parametrize("streaming", [False, True])
 def test_only_the_ranges_of_a_column_are_trained_on(tmp_path, tokenizer, streaming) -> None:
     from treering.configs.data import Source
-    from treering.train.data import Rows, StoredBlocks, StreamedBlocks, held_out_batches
-    from treering.train.sources import open_source
+    from treering.train.data.sources import open_source
+    from treering.train.data.stream import Rows, StoredBlocks, StreamedBlocks, held_out_batches
 
     rows = [("aaa BCD eee", [[4, 7]]), ("FG hh", [[0, 2]]), ("no", []), ("çéJ", [[2, 3]])]
     path = tmp_path / "data.jsonl"
@@ -151,7 +151,7 @@ def test_ranges_that_are_none_are_told(tmp_path, tokenizer) -> None:
 
 
 def test_tokenised_once_and_again_when_data_or_settings_change(tmp_path, tokenizer, monkeypatch) -> None:
-    from treering.train import store as module
+    from treering.train.data import store as module
 
     calls = []
     real = module.encode_rows
@@ -172,7 +172,7 @@ def test_tokenised_once_and_again_when_data_or_settings_change(tmp_path, tokeniz
 
 
 def test_a_cache_that_was_not_finished_is_written_again(tmp_path, tokenizer, monkeypatch) -> None:
-    from treering.train import store as module
+    from treering.train.data import store as module
 
     document = module.Document(np.array([1, 2], np.int32))
     (tmp_path / "cache").mkdir()
@@ -211,8 +211,8 @@ def test_a_cache_that_was_not_finished_is_written_again(tmp_path, tokenizer, mon
 )
 def test_wrong_data_is_told_in_one_line(tmp_path, tokenizer, streaming, name, content, source, says) -> None:
     from treering.configs.data import Source
-    from treering.train.data import StreamedBlocks
-    from treering.train.sources import open_source
+    from treering.train.data.sources import open_source
+    from treering.train.data.stream import StreamedBlocks
 
     (tmp_path / name).write_bytes(content)
     where = Source(path=str(tmp_path / name), **source)
@@ -248,7 +248,7 @@ def test_a_missing_split_is_told_with_those_there_are(tmp_path, tokenizer) -> No
 
 
 def test_python_docs_are_split_by_paragraph_and_share_none() -> None:
-    from treering.train.python_docs import python_docs
+    from treering.train.data.python_docs import python_docs
 
     train, test = python_docs("train")["text"], python_docs("test")["text"]
     sizes = [sum(len(text.encode()) for text in split) for split in (train, test)]
@@ -262,15 +262,15 @@ def test_python_docs_are_split_by_paragraph_and_share_none() -> None:
 
 
 def stored_rows(store, window: int = 32, seed: int = 0, block_windows: int = 4):
-    from treering.train.data import Rows, StoredBlocks
+    from treering.train.data.stream import Rows, StoredBlocks
 
     return Rows(StoredBlocks(store, block_windows * window, (seed, 0)), window, (seed, 1))
 
 
 def streamed_rows(tmp_path: Path, tokenizer, pattern: str, window: int = 32):
     from treering.configs.data import Source
-    from treering.train.data import Rows, StreamedBlocks
-    from treering.train.sources import open_source
+    from treering.train.data.sources import open_source
+    from treering.train.data.stream import Rows, StreamedBlocks
 
     source = Source(path=pattern)
     rows = open_source(source, streaming=True, cache=tmp_path / "cache")
@@ -326,7 +326,7 @@ def test_rows_go_on_from_any_position_as_if_nothing_had_happened(fresh) -> None:
 
 
 def test_a_mixture_keeps_its_shares_at_each_point_and_resumes(tmp_path, tokenizer) -> None:
-    from treering.train.data import Mixture
+    from treering.train.data.stream import Mixture
 
     parts = []
     for number, count in enumerate((40, 5, 20)):
@@ -354,7 +354,7 @@ def test_a_mixture_keeps_its_shares_at_each_point_and_resumes(tmp_path, tokenize
 
 def test_processes_make_their_rows_of_the_same_global_batch(tmp_path, tokenizer) -> None:
     """Ten documents in three files, two processes: together they hold each row once, and step as often."""
-    from treering.train.data import Mixture, batches
+    from treering.train.data.stream import Mixture, batches
 
     for shard in range(3):
         write_jsonl(tmp_path / f"part{shard}.jsonl", texts(10)[shard * 4 : (shard + 1) * 4])
@@ -372,8 +372,8 @@ def test_processes_make_their_rows_of_the_same_global_batch(tmp_path, tokenizer)
 
 
 def test_a_process_makes_the_rows_its_devices_stand_on(mesh) -> None:
-    from treering.layers.sharding import Plan
-    from treering.train.data import process_rows
+    from treering.layers.parallel.sharding import Plan
+    from treering.train.data.stream import process_rows
 
     assert process_rows(Plan(mesh(data=2, fsdp=2, context=2), "train"), 8, 64) == range(8)
 
@@ -386,7 +386,7 @@ def test_data_without_a_single_target_is_told(tmp_path, tokenizer) -> None:
 
 
 def test_held_out_batches_hold_every_target_once_and_end_in_empty_rows(tmp_path, tokenizer) -> None:
-    from treering.train.data import held_out_batches
+    from treering.train.data.stream import held_out_batches
 
     write_jsonl(tmp_path / "data.jsonl", texts(11))
     store = store_of(tmp_path, tokenizer, str(tmp_path / "data.jsonl"))
@@ -399,7 +399,7 @@ def test_held_out_batches_hold_every_target_once_and_end_in_empty_rows(tmp_path,
 
 
 def test_making_ahead_keeps_order_and_passes_errors_on() -> None:
-    from treering.train.data import ahead
+    from treering.train.data.stream import ahead
 
     def items():
         yield from range(5)

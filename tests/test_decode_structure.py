@@ -10,7 +10,7 @@ def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384, loops: hlo
     from treering.configs.llama import LLAMA_3_2_1B_CUT
     from treering.configs.precision import Precision
     from treering.infer.engine import Engine
-    from treering.layers.sharding import Plan
+    from treering.layers.parallel.sharding import Plan
     from treering.models.families import families
 
     plan = Plan(mesh(**sizes), "decode")

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treering.layers.dense import dense_partial
-from treering.layers.energy import attention_energy
-from treering.layers.mask import Mask
+from treering.layers.attention.dense import dense_partial
+from treering.layers.attention.energy import attention_energy
+from treering.layers.attention.mask import Mask
 
 pytestmark = pytest.mark.usefixtures("x64")
 

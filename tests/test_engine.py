@@ -26,7 +26,7 @@ def name(sizes):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from treering.models.convert import convert
+    from treering.models.conversion.convert import convert
 
     source = tiny.write_folder(tmp_path_factory.mktemp("tiny") / "hf")
     convert(source, source.parent / "checkpoint")
@@ -36,8 +36,8 @@ def folder(tmp_path_factory):
 def make_engine(folder, mesh, sizes, *, batch, capacity, unrolled=False):
     from treering.configs.precision import Precision
     from treering.infer.engine import Engine
-    from treering.layers.sharding import Plan
-    from treering.models.checkpoint import load_model
+    from treering.layers.parallel.sharding import Plan
+    from treering.models.checkpoint.model import load_model
 
     plan = Plan(mesh(**sizes), "decode")
     model = load_model(folder, plan, "float32")
@@ -98,12 +98,12 @@ def test_prefill_and_decode_equal_one_pass(folder, mesh, oracle, sizes):
 def test_any_chunk_size_gives_the_same_logits(folder, mesh, oracle, chunk, monkeypatch):
     """Rows of several pages, of which the larger chunks take two at a time, where a pair may end past the last."""
     from treering.infer import chunks, engine
-    from treering.layers import cache
+    from treering.layers.attention.kernels import paged_xla
 
     monkeypatch.setattr(chunks, "PREFILL_CHUNKS", (chunk,))
     monkeypatch.setattr(engine, "PAGE_SLOTS", 2)
-    monkeypatch.setattr(cache, "MANY_QUERIES", 5)
-    monkeypatch.setattr(cache, "KEY_TILE", 4)
+    monkeypatch.setattr(paged_xla, "MANY_QUERIES", 5)
+    monkeypatch.setattr(paged_xla, "KEY_TILE", 4)
     rows, logits = oracle
     engine = make_engine(folder, mesh, {"context": 4}, batch=1, capacity=46)
     state = engine.empty_state()
@@ -127,7 +127,7 @@ def test_greedy_tokens_are_those_of_each_row_alone_on_every_mesh(folder, mesh):
 
 def test_rows_of_an_unrolled_model_together_draw_what_each_draws_alone(folder, mesh):
     """Alone by weights as they are, together by weights stored in dims first."""
-    from treering.layers.linear import InputsFirst
+    from treering.layers.nn.linear import InputsFirst
 
     prompts = [row[:length] for row, length in zip(token_rows(4, 40, seed=1), (1, 5, 5, 40), strict=True)]
     alone, together = (

@@ -13,10 +13,10 @@ import safetensors.numpy
 
 import tiny
 import treering
-from treering.models.convert import convert
-from treering.models.export import export
-from treering.models.safetensors_writer import SafetensorsWriter
-from treering.models.weights import DTYPES
+from treering.models.checkpoint.arrays import DTYPES
+from treering.models.conversion.convert import convert
+from treering.models.conversion.export import export
+from treering.models.formats.safetensors_writer import SafetensorsWriter
 
 TIED = tiny.LLAMA | {"tie_word_embeddings": True}
 NAMES = sorted(tiny.tensors())

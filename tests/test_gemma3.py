@@ -11,7 +11,7 @@ import pytest
 from parity import oracle, ours, right_logits, run, there_and_back
 from treering.configs.gemma import Gemma3Config
 from treering.configs.rope import DefaultRope, LinearRope
-from treering.layers.sharding import Plan
+from treering.layers.parallel.sharding import Plan
 from treering.models.families import families
 from treering.models.families.fields import Fields
 
@@ -134,8 +134,8 @@ def test_there_and_back_bit_for_bit(tmp_path: Path, layers: int) -> None:
 
 def test_gguf_gives_the_same_checkpoint(tmp_path: Path) -> None:
     import tiny
-    from treering.models.convert import convert
-    from treering.models.record import read_record
+    from treering.models.checkpoint.record import read_record
+    from treering.models.conversion.convert import convert
 
     source = config(query_pre_attn_scalar=16, rms_norm_eps=1e-6)
     model = oracle(source)
@@ -159,8 +159,8 @@ def test_the_text_model_of_one_that_sees(tmp_path: Path, plan: Plan, capsys: pyt
     """As the larger sizes are published: its logits of text, and an export that is the text model alone."""
     from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-    from treering.models.convert import convert
-    from treering.models.export import export
+    from treering.models.conversion.convert import convert
+    from treering.models.conversion.export import export
 
     sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {key: value for key, value in config(3).items() if key != "model_type"}
@@ -237,8 +237,8 @@ def test_training_reaches_the_blocks_of_a_period_that_breaks_off(mesh: Callable[
 
     from treering.configs.precision import Precision
     from treering.configs.train import OptimizerConfig, StepConfig
-    from treering.models.checkpoint import named_leaves
-    from treering.train.batch import Batch, place
+    from treering.models.checkpoint.model import named_leaves
+    from treering.train.data.batch import Batch, place
     from treering.train.step import init_state, step_program
 
     small = dataclasses.replace(read(), layers=3, period=2, context_length=64)

@@ -9,8 +9,9 @@ import pytest
 
 import tiny
 from treering.configs.rope import DefaultRope
-from treering.models.convert import convert, open_source, read_source_config
-from treering.models.record import read_record
+from treering.models.checkpoint.record import read_record
+from treering.models.conversion.convert import convert
+from treering.models.formats.open import open_source, read_source_config
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -42,7 +43,7 @@ def test_the_rule_of_llama_3_is_found_in_the_tensor(
     wanted, found = (read_source_config(open_source(source)) for source in (folder, file))
     if head_dim == 8 and factor != 4.0:
         # With four frequencies other contexts can give the same numbers: those are what counts.
-        from treering.layers.rope import inverse_frequencies
+        from treering.layers.nn.rope import inverse_frequencies
 
         assert np.allclose(inverse_frequencies(found.rope, 8), inverse_frequencies(wanted.rope, 8), rtol=1e-5, atol=0)
     else:

@@ -14,7 +14,7 @@ def test_norm_equals_transformers_bit_for_bit_in_order_of_casts(dtype, eps):
     torch = pytest.importorskip("torch")
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    from treering.layers.norm import RMSNorm
+    from treering.layers.nn.norm import RMSNorm
 
     rng = np.random.default_rng(0)
     x = (1e-3 * rng.normal(size=(2, 3, 64))).astype(np.float32)
@@ -35,7 +35,7 @@ def test_rotation_keeps_float32_angles_in_any_dtype(dtype):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     from treering.configs.rope import DefaultRope
-    from treering.layers.rope import rotate
+    from treering.layers.nn.rope import rotate
 
     positions = np.array([[0, 1, 255, 256, 257, 4095, 131071]])
     x = np.random.default_rng(0).normal(size=(1, 7, 2, 64)).astype(np.float32)
@@ -53,7 +53,7 @@ def test_rotation_keeps_float32_angles_in_any_dtype(dtype):
 
 def test_frequencies_of_llama3_are_the_known_ones():
     from treering.configs.rope import Llama3Rope
-    from treering.layers.rope import inverse_frequencies
+    from treering.layers.nn.rope import inverse_frequencies
 
     rope = Llama3Rope(theta=5e5, factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=32)
     known = [1.0, 4.7007538e-3, 1.7677668e-4, 6.6478697e-6]
@@ -61,7 +61,7 @@ def test_frequencies_of_llama3_are_the_known_ones():
 
 
 def test_linear_maps_between_named_dims_with_bias_and_a_low_rank_update():
-    from treering.layers.linear import Linear
+    from treering.layers.nn.linear import Linear
 
     sizes = {"embed": 6, "heads": 2, "head_dim": 3}
     linear = Linear.init("embed -> heads head_dim", sizes, bias=True, key=jax.random.key(0))
@@ -78,7 +78,7 @@ def test_linear_maps_between_named_dims_with_bias_and_a_low_rank_update():
 def test_linear_multiplies_by_a_weight_of_another_kind():
     import dataclasses
 
-    from treering.layers.linear import Linear
+    from treering.layers.nn.linear import Linear
 
     class Doubled:
         def matmul(self, x):
@@ -92,8 +92,8 @@ def test_linear_multiplies_by_a_weight_of_another_kind():
 
 
 def test_a_weight_stored_in_dims_first_gives_the_same_products():
-    from treering.layers.linear import Linear
-    from treering.layers.sharding import dims_of
+    from treering.layers.nn.linear import Linear
+    from treering.layers.parallel.sharding import dims_of
 
     sizes = {"embed": 6, "heads": 3, "head_dim": 4}
     for dims, width in (("embed -> heads head_dim", 6), ("heads head_dim -> embed", 12)):
@@ -112,8 +112,8 @@ def test_a_weight_stored_in_dims_first_gives_the_same_products():
     "table,sizes", [("decode", {"context": 4, "tensor": 2}), ("train", {"fsdp": 2, "context": 2, "tensor": 2})]
 )
 def test_a_split_table_finds_the_same_vectors_and_gradients(mesh, table, sizes):
-    from treering.layers.embed import Embedding
-    from treering.layers.sharding import Plan
+    from treering.layers.nn.embed import Embedding
+    from treering.layers.parallel.sharding import Plan
 
     plan, alone = Plan(mesh(**sizes), table), Plan(mesh(), table)
     embedding = Embedding.init(48, 16, key=jax.random.key(0))

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 import tiny
 import treering
-from treering.layers.sharding import Plan
-from treering.models.checkpoint import load_model, named_leaves
-from treering.models.convert import convert
-from treering.models.load import open_model
+from treering.layers.parallel.sharding import Plan
+from treering.models.checkpoint.model import load_model, named_leaves
+from treering.models.conversion.convert import convert
+from treering.models.conversion.load import open_model
 
 
 @pytest.fixture

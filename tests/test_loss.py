@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import hlo
-from treering.layers.sharding import Dims, Plan
-from treering.layers.trained_weight import Home, TrainedWeight
+from treering.layers.nn.gathered_weight import Home, TrainedWeight
+from treering.layers.parallel.sharding import Dims, Plan
 from treering.train.loss import cross_entropy, token_losses
 
 BATCH, SEQ, EMBED, VOCAB = 4, 16, 32, 48

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.layers.mask import BlockClass, Bounds, Mask, classify, static_class, visible
+from treering.layers.attention.mask import BlockClass, Bounds, Mask, classify, static_class, visible
 
 MASKS = [Mask(), Mask(causal=False), Mask(window=1), Mask(window=5)]
 

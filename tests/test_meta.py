@@ -13,11 +13,11 @@ import sentencepiece
 import tiny
 import treering
 from treering.configs.rope import Llama3Rope
-from treering.models.convert import convert
-from treering.models.load import open_model
-from treering.models.record import read_record
+from treering.models.checkpoint.arrays import DTYPES
+from treering.models.checkpoint.record import read_record
+from treering.models.conversion.convert import convert
+from treering.models.conversion.load import open_model
 from treering.models.tokenizer import Tokenizer
-from treering.models.weights import DTYPES
 
 torch = pytest.importorskip("torch")
 
@@ -58,8 +58,8 @@ def test_a_copy_of_the_embedding_is_tied_and_another_matrix_is_not(tmp_path: Pat
 
 
 def test_it_runs_without_converting(tmp_path: Path, mesh: Any) -> None:
-    from treering.layers.sharding import Plan
-    from treering.models.score import text_logits
+    from treering.layers.parallel.sharding import Plan
+    from treering.models.audit.score import text_logits
 
     plan, ids = Plan(mesh(), "decode"), list(range(20))
     right = open_model(tiny.write_folder(tmp_path / "hf", CONFIG)).load(plan, None)

@@ -11,9 +11,9 @@ import pytest
 import training
 from treering.configs.llama import TINY
 from treering.configs.train import OptimizerConfig, ScheduleConfig
-from treering.layers.linear import Linear
-from treering.layers.sharding import Dims, is_matrix
-from treering.models.checkpoint import abstract_model, named_leaves
+from treering.layers.nn.linear import Linear
+from treering.layers.parallel.sharding import Dims, is_matrix
+from treering.models.checkpoint.model import abstract_model, named_leaves
 from treering.train.optim import clip, decayed, learning_rate, transformation
 
 pytestmark = pytest.mark.smoke

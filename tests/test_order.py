@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treering.layers.order import (
+from treering.layers.attention.order import (
     ORDERS,
     dealt_places,
     dealt_tokens,

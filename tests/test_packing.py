@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 
 def packed(documents: list[np.ndarray], window: int):
-    from treering.train.packing import Document, fill_row, pack_documents
+    from treering.train.data.packing import Document, fill_row, pack_documents
 
     rows, report = pack_documents([len(document) for document in documents], window)
     filled = [fill_row(pieces, lambda i: Document(documents[i]), window) for pieces in rows]
@@ -54,7 +54,7 @@ def test_each_document_trains_one_target_less_than_its_tokens_and_none_of_anothe
 
 
 def test_a_long_document_is_cut_into_whole_windows_and_its_rest() -> None:
-    from treering.train.packing import cut
+    from treering.train.data.packing import cut
 
     assert [(p.start, p.stop) for p in cut(0, 20, 8)] == [(0, 8), (8, 16), (16, 20)]
     assert [(p.start, p.stop) for p in cut(0, 16, 8)] == [(0, 8), (8, 16)]
@@ -63,7 +63,7 @@ def test_a_long_document_is_cut_into_whole_windows_and_its_rest() -> None:
 
 
 def test_with_a_stride_each_token_after_a_window_is_met_once_in_each_part_of_a_window() -> None:
-    from treering.train.packing import cut
+    from treering.train.data.packing import cut
 
     pieces = cut(0, 21, 8, stride=4)
     assert [(p.start, p.stop) for p in pieces] == [(0, 8), (4, 12), (8, 16), (12, 20), (16, 21), (20, 21)]
@@ -81,7 +81,7 @@ def test_best_fit_wastes_little_and_ignores_nothing_that_fits() -> None:
 
 
 def test_only_trained_tokens_are_targets() -> None:
-    from treering.train.packing import Document, fill_row, pack_documents
+    from treering.train.data.packing import Document, fill_row, pack_documents
 
     tokens = np.arange(10, 16, dtype=np.int32)
     trained = np.array([True, False, False, True, True, False])
@@ -94,7 +94,7 @@ def test_only_trained_tokens_are_targets() -> None:
 
 
 def test_pieces_without_a_trained_token_are_dropped_and_those_with_one_kept() -> None:
-    from treering.train.packing import Document, pack_documents
+    from treering.train.data.packing import Document, pack_documents
 
     documents = [
         Document(np.arange(20, dtype=np.int32), np.arange(20) == 13),
@@ -125,7 +125,7 @@ def test_an_end_token_that_is_also_the_padding_token_is_trained() -> None:
 
 
 def test_reports_add_up() -> None:
-    from treering.train.packing import Report
+    from treering.train.data.packing import Report
 
     a = Report(documents=1, tokens_in=10, tokens_out=9, dropped=1, rows=2, padding=7)
     assert (a + a).to_dict() == {key: 2 * value for key, value in a.to_dict().items()}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from parity import oracle, ours, right_logits, run, there_and_back
-from treering.layers.sharding import Plan
+from treering.layers.parallel.sharding import Plan
 
 torch = pytest.importorskip("torch")
 
@@ -167,7 +167,7 @@ def test_rotary_angles(kind: str, head_dim: int) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from treering.layers.rope import inverse_frequencies, rotate
+    from treering.layers.nn.rope import inverse_frequencies, rotate
     from treering.models.families.fields import Fields
     from treering.models.families.rope_fields import read_rope
 

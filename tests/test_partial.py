@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.layers.partial import Partial, merge, merge_all, merge_stacked
+from treering.layers.attention.partial import Partial, merge, merge_all, merge_stacked
 
 ROWS, HEAD_DIM = (3,), 2
 

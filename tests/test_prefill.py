@@ -37,12 +37,13 @@ def make_engine(folder, mesh, sizes, *, long, least=1, **options):
 def small_pages(monkeypatch):
     """Rows of several pages, taken two at a time, and queries in several tiles."""
     from treering.infer import engine
-    from treering.layers import cache
+    from treering.layers.attention.kernels import paged_xla
+    from treering.layers.operations import paged
 
     monkeypatch.setattr(engine, "PAGE_SLOTS", 4)
-    monkeypatch.setattr(cache, "QUERY_TILE", 8)
-    monkeypatch.setattr(cache, "MANY_QUERIES", 8)
-    monkeypatch.setattr(cache, "KEY_TILE", 8)
+    monkeypatch.setattr(paged, "QUERY_TILE", 8)
+    monkeypatch.setattr(paged_xla, "MANY_QUERIES", 8)
+    monkeypatch.setattr(paged_xla, "KEY_TILE", 8)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=name)
@@ -128,7 +129,7 @@ def chunk_program(mesh, sizes, *, spread, fresh=False, chunk=CHUNK, capacity=163
     from treering.configs.precision import Precision
     from treering.infer.chunks import Chunks
     from treering.infer.engine import Engine
-    from treering.layers.sharding import Plan
+    from treering.layers.parallel.sharding import Plan
     from treering.models.families import families
 
     plan = Plan(mesh(**sizes), "decode")

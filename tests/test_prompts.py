@@ -184,7 +184,7 @@ def test_a_broken_off_answer_stays_until_it_can_be_made_again(checkpoint, run, t
 
 
 def test_two_processes_do_not_write_one_output(run, tmp_path):
-    from treering.models.checkpoint import alone_in
+    from treering.models.checkpoint.atomic_folder import alone_in
 
     (tmp_path / "answers").touch()
     with alone_in(tmp_path / "answers", "it is ours"):

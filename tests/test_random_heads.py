@@ -34,10 +34,10 @@ def test_greedy_tokens_equal_transformers_where_heads_divide(tmp_path, mesh, siz
     from treering.configs.sampling import RequestConfig
     from treering.infer.engine import Engine
     from treering.infer.scheduler import Scheduler
-    from treering.layers.cache import head_scheme
-    from treering.layers.sharding import Plan
-    from treering.models.checkpoint import load_model
-    from treering.models.convert import convert
+    from treering.layers.operations.paged import head_scheme
+    from treering.layers.parallel.sharding import Plan
+    from treering.models.checkpoint.model import load_model
+    from treering.models.conversion.convert import convert
 
     convert(tiny.write_folder(tmp_path / "hf", CONFIG), tmp_path / "checkpoint")
     plan = Plan(mesh(**sizes), "decode")

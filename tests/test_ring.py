@@ -14,14 +14,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import hlo
 from attention_cases import Case, check, covering_array, error, errors, with_gradients
 from bench.attention import computed_pairs
-from treering.layers.blockwise import LSE_NAME, OUT_NAME
-from treering.layers.dense import dense_partial
-from treering.layers.gather import gather_attention, gather_partial
-from treering.layers.kernels import tiles
-from treering.layers.mask import Mask
-from treering.layers.order import from_order, to_order
-from treering.layers.partial import Partial
-from treering.layers.ring import ring_attention, ring_local, ring_partial
+from treering.layers.attention.dense import dense_partial
+from treering.layers.attention.distributed.gather import gather_attention, gather_partial
+from treering.layers.attention.distributed.ring import ring_attention, ring_local, ring_partial
+from treering.layers.attention.kernels import tiles
+from treering.layers.attention.local import LSE_NAME, OUT_NAME
+from treering.layers.attention.mask import Mask
+from treering.layers.attention.order import from_order, to_order
+from treering.layers.attention.partial import Partial
 
 CASES = [case for case in covering_array() if case.algorithm != "local"]
 LONG = [case for case in covering_array(seed=30, start=()) if case.algorithm != "local"]

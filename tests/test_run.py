@@ -26,7 +26,7 @@ MESH, OTHER = MeshConfig(fsdp=4, context=2), MeshConfig(data=2, context=2, tenso
 
 def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
     """Everything that a checkpoint holds."""
-    from treering.models.weights import read_array, read_shapes
+    from treering.models.checkpoint.arrays import read_array, read_shapes
 
     place = folder / "checkpoints" / str(step)
     found = {}
@@ -45,7 +45,8 @@ def lines(folder: Path) -> list[dict]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once() -> Iterator[None]:
     """Runs of this file that would compile the same program share it: compiling is most of their time."""
-    from treering.train import held_out, run
+    from treering.train.run import held_out
+    from treering.train.run import loop as run
 
     made: dict[Any, Any] = {}
 
@@ -68,7 +69,7 @@ def compiled_once() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty steps without a stop."""
-    from treering.train.run import train
+    from treering.train.run.loop import train
 
     folder = tmp_path_factory.mktemp("straight")
     outcome = train(tiny_run.tiny_run(folder, mesh=MESH))
@@ -99,7 +100,7 @@ def test_a_run_tells_of_each_step_and_of_held_out_loss(straight: Path) -> None:
 
 
 def test_stopped_at_seven_and_at_an_epochs_end_a_run_ends_bit_equal(straight: Path, tmp_path: Path) -> None:
-    from treering.train.run import train
+    from treering.train.run.loop import train
 
     epochs = [record["epoch"] for record in lines(straight / "run")]
     ends = [step for step in range(1, 20) if epochs[step] > epochs[step - 1] and step > 7]
@@ -114,7 +115,7 @@ def test_stopped_at_seven_and_at_an_epochs_end_a_run_ends_bit_equal(straight: Pa
 
 @pytest.mark.long
 def test_resumed_on_another_mesh_a_run_ends_within_rounding(straight: Path, tmp_path: Path) -> None:
-    from treering.train.run import train
+    from treering.train.run.loop import train
 
     train(beside(straight, tmp_path, stop_at=7))
     train(dataclasses.replace(beside(straight, tmp_path), mesh=OTHER))
@@ -127,7 +128,7 @@ def test_resumed_on_another_mesh_a_run_ends_within_rounding(straight: Path, tmp_
 
 
 def test_a_run_that_is_at_its_end_does_nothing_and_says_so(straight: Path, capsys) -> None:
-    from treering.train.run import train
+    from treering.train.run.loop import train
 
     before = {path: path.stat().st_mtime_ns for path in (straight / "run" / "checkpoints").rglob("*")}
     outcome = train(tiny_run.tiny_run(straight, mesh=MESH))
@@ -150,7 +151,7 @@ def test_a_run_from_the_command_line_trains_and_resumes(straight: Path, tmp_path
 
 
 def test_a_run_does_not_go_on_with_other_data_but_with_a_copy(tmp_path: Path) -> None:
-    from treering.train.run import train
+    from treering.train.run.loop import train
 
     config = tiny_run.tiny_run(tmp_path, mesh=MESH, stop_at=2)
     file = tmp_path / "train.jsonl"
@@ -175,7 +176,7 @@ def test_a_run_does_not_go_on_with_other_data_but_with_a_copy(tmp_path: Path) ->
 
 def test_samples_of_large_files_tell_them_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from treering.configs.data import Source
-    from treering.train import data_files
+    from treering.train.data import file_fingerprints as data_files
 
     monkeypatch.setattr(data_files, "SAMPLED", 2 << 10)
     text = bytes(np.random.default_rng(0).integers(0, 256, 100_000, np.uint8))
@@ -194,7 +195,7 @@ def test_samples_of_large_files_tell_them_apart(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_a_killed_run_wrote_after_its_checkpoint_is_dropped(straight: Path, tmp_path: Path) -> None:
-    from treering.train.run import train
+    from treering.train.run.loop import train
 
     train(beside(straight, tmp_path, stop_at=2))
     with open(tmp_path / "run" / "metrics.jsonl", "a") as log:
@@ -205,7 +206,7 @@ def test_what_a_killed_run_wrote_after_its_checkpoint_is_dropped(straight: Path,
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder(straight: Path, tmp_path: Path) -> None:
-    from treering.train.run import train
+    from treering.train.run.loop import train
 
     shutil.copytree(straight / "run", tmp_path / "damaged")
     for chunk in (tmp_path / "damaged").glob("checkpoints/*/train/state/*/*"):
@@ -218,7 +219,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(straight: Path, tmp_path: Path
 
 def test_generate_reads_a_runs_model(straight: Path, capsys) -> None:
     from treering.configs.infer import GenerateOptions
-    from treering.infer.generate import generate
+    from treering.infer.commands.generate import generate
 
     model = str(straight / "run" / "checkpoints" / "20" / "model")
     result = generate(GenerateOptions(checkpoint=model, prompt="ring ", max_new_tokens=8))
@@ -227,7 +228,7 @@ def test_generate_reads_a_runs_model(straight: Path, capsys) -> None:
 
 @pytest.mark.long
 def test_a_run_starts_from_the_weights_of_another_with_a_longer_context(straight: Path, tmp_path: Path, capsys) -> None:
-    from treering.train.run import train
+    from treering.train.run.loop import train
 
     config = beside(straight, tmp_path, start=str(straight / "run"), steps=4)
     data = dataclasses.replace(config.data, tokenizer=None, window=128)
@@ -235,13 +236,13 @@ def test_a_run_starts_from_the_weights_of_another_with_a_longer_context(straight
     outcome = train(dataclasses.replace(config, data=data, model=model))
     assert f"started from the weights of {straight / 'run'}" in capsys.readouterr().err
     assert outcome.metrics is not None and outcome.metrics["loss"] < lines(straight / "run")[10]["loss"]
-    from treering.models.record import read_config
+    from treering.models.checkpoint.record import read_config
 
     assert read_config(tmp_path / "run/checkpoints/4/model") == model
 
 
 def test_a_run_goes_on_from_another_runs_step_and_place_in_the_data(straight: Path, tmp_path: Path) -> None:
-    from treering.train.run import train
+    from treering.train.run.loop import train
 
     train(beside(straight, tmp_path, stop_at=7))
     config = beside(straight, tmp_path, go_on_from=str(tmp_path / "run"))
@@ -253,7 +254,7 @@ def test_a_run_goes_on_from_another_runs_step_and_place_in_the_data(straight: Pa
 def test_a_signal_saves_and_stops_and_the_same_command_goes_on(
     straight: Path, tmp_path: Path, monkeypatch, which: signal.Signals
 ) -> None:
-    from treering.train import run as module
+    from treering.train.run import loop as module
 
     class Recorder(module.Recorder):
         def add(self, step, *rest):
@@ -281,7 +282,7 @@ def test_steps_without_a_finite_loss_stop_the_run(
 ) -> None:
     """The first step throws the weights so far that no loss is finite; three skips end the run. Weights that are still
     numbers are saved, infinite ones are not. Step 5 was on its way when step 4 was looked at."""
-    from treering.train.run import Stopped, finished_steps, train
+    from treering.train.run.loop import Stopped, finished_steps, train
 
     config = beside(straight, tmp_path)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=rate)
@@ -298,7 +299,7 @@ def test_steps_without_a_finite_loss_stop_the_run(
 
 
 def test_the_watchdog_names_the_step_and_ends_the_process(capfd, monkeypatch) -> None:
-    from treering.train import watch
+    from treering.train.run import watch
 
     ended = threading.Event()
     statuses = []
@@ -316,7 +317,7 @@ def test_the_watchdog_names_the_step_and_ends_the_process(capfd, monkeypatch) ->
 
 def test_a_killed_run_leaves_a_broken_line_and_the_next_one_mends_it(tmp_path: Path) -> None:
     from treering.configs.run import WatchConfig
-    from treering.train.metrics import MetricsLog, read_metrics
+    from treering.train.run.metrics import MetricsLog, read_metrics
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     log = MetricsLog(tmp_path, WatchConfig(), step=1)
@@ -329,7 +330,7 @@ def test_a_killed_run_leaves_a_broken_line_and_the_next_one_mends_it(tmp_path: P
 def test_the_flops_of_a_token_are_those_of_its_products() -> None:
     """Counted by XLA for a dense forward of one layer: two operations a weight, and attention to the whole window."""
     from treering.configs.llama import SMOLLM2_135M
-    from treering.train.metrics import flops_per_token, peak_flops
+    from treering.train.run.metrics import flops_per_token, peak_flops
 
     short = flops_per_token(SMOLLM2_135M, 1)
     assert short / 6 == pytest.approx(134_515_008, rel=0.01), "SmolLM2-135M's weights, embeddings tied"
@@ -339,7 +340,7 @@ def test_the_flops_of_a_token_are_those_of_its_products() -> None:
 
 def test_runs_are_plotted(straight: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from treering.train.plot import PlotOptions, plot
+    from treering.train.commands.plot import PlotOptions, plot
 
     pictures = plot(PlotOptions(runs=(str(straight / "run"),), output=str(tmp_path)))
     assert [path.name for path in pictures] == ["loss.png", "position.png"]
@@ -380,7 +381,7 @@ def test_two_processes_train_resume_and_stop_as_one(tmp_path: Path) -> None:
     for stop, mesh in (("4", ["--mesh.context", "8"]), ("8", ["--mesh.data", "2", "--mesh.context", "4"])):
         for status, said in end(start("two", *mesh, "--stop-at", stop)):
             assert status == 0, said
-    from treering.train.run import finished_steps, train
+    from treering.train.run.loop import finished_steps, train
 
     one = dataclasses.replace(tiny_run.tiny_run(tmp_path, steps=100_000, stop_at=8), folder=str(tmp_path / "one"))
     train(one)
@@ -400,7 +401,7 @@ def test_two_processes_train_resume_and_stop_as_one(tmp_path: Path) -> None:
 def test_a_run_starts_from_a_folder_of_hugging_faces_and_from_gguf_as_from_a_checkpoint(tmp_path: Path) -> None:
     import tiny
     import treering
-    from treering.models.convert import convert
+    from treering.models.conversion.convert import convert
     from treering.models.tokenizer import Tokenizer
 
     config = tiny.LLAMA | {"vocab_size": 300}

@@ -45,8 +45,8 @@ def test_sample_i_is_the_answer_with_seed_plus_i(checkpoint, capsys):
 
 
 def test_the_scores_of_a_prompt_are_those_of_one_pass_over_it(checkpoint, mesh, capsys):
-    from treering.layers.sharding import Plan
-    from treering.models.checkpoint import load_model
+    from treering.layers.parallel.sharding import Plan
+    from treering.models.checkpoint.model import load_model
     from treering.models.tokenizer import Tokenizer
 
     options = ("--prompt", tiny.CORPUS[1], "--logprobs", "1", "--prompt-logprobs", "--json")

@@ -12,7 +12,7 @@ VOCAB = 64
 
 
 def plan_of(mesh, **sizes):
-    from treering.layers.sharding import Plan
+    from treering.layers.parallel.sharding import Plan
 
     return Plan(mesh(**sizes), "decode")
 

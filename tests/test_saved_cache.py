@@ -40,8 +40,8 @@ def engine_on(checkpoint, mesh):
     """`engine_on(sizes)`: an engine of small pages, made once."""
     from treering.configs.precision import Precision
     from treering.infer import engine as module
-    from treering.layers.sharding import Plan
-    from treering.models.checkpoint import load_model
+    from treering.layers.parallel.sharding import Plan
+    from treering.models.checkpoint.model import load_model
 
     made = {}
 
@@ -95,7 +95,7 @@ def answer(scheduler, prompt, session=None):
 
 def arrays_of(folder, length):
     """What is saved, `[length kv_heads head_dim]` by layer and name."""
-    from treering.models.weights import read_array, read_shapes
+    from treering.models.checkpoint.arrays import read_array, read_shapes
 
     layers = sorted((folder / "layers").iterdir(), key=lambda path: int(path.name))
     shapes = [read_shapes(layer) for layer in layers]
@@ -118,8 +118,8 @@ def same(one, other):
 @pytest.mark.parametrize("sizes", [*MESHES, {"data": 2, "context": 2, "tensor": 2}], ids=name)
 def test_a_row_is_read_and_written_in_the_order_of_its_text(mesh, sizes, dtype):
     """Any bits, -0.0 among them, from scattered pages; what is written there and read again is what it was."""
-    from treering.layers.cache import NO_PAGE, PagePool, token_share
-    from treering.layers.sharding import Plan
+    from treering.layers.operations.pool import NO_PAGE, PagePool, token_share
+    from treering.layers.parallel.sharding import Plan
 
     plan, slots, length, layers, kv_heads, head_dim = Plan(mesh(**sizes), "decode"), 4, 37, 2, 2, 6
     groups, devices = plan.size("data", "fsdp"), plan.size("context")
@@ -211,8 +211,8 @@ def test_a_cache_loaded_on_another_mesh_answers_as_the_joined_text(engine_on, tm
 
 def test_no_copy_of_the_cache_is_made_where_a_layer_is_read_or_written(mesh):
     from treering.infer.saved_cache import _read, _write
-    from treering.layers.cache import PagePool
-    from treering.layers.sharding import Plan
+    from treering.layers.operations.pool import PagePool
+    from treering.layers.parallel.sharding import Plan
 
     plan, tokens = Plan(mesh(context=8), "decode"), 8 * 64
     sizes = {"layers": 16, "pages": 8, "kv_heads": 2, "head_dim": 8, "page_tokens": tokens}
@@ -295,7 +295,7 @@ def test_layers_of_all_places_and_of_a_broken_off_period_are_saved(mesh, tmp_pat
     from treering.infer.engine import Engine
     from treering.infer.saved_cache import load_cache, read_saved_cache, save_cache
     from treering.infer.scheduler import Scheduler
-    from treering.layers.sharding import Plan
+    from treering.layers.parallel.sharding import Plan
     from treering.models.families import families
 
     config = Gemma3Config(
@@ -554,7 +554,7 @@ def test_a_damaged_cache_is_refused_and_gives_its_row_back(cache, engine_on, tmp
 
 
 def test_a_cache_of_other_weights_another_model_or_dtype_is_refused(cache, command, checkpoint, tmp_path):
-    from treering.models.convert import convert
+    from treering.models.conversion.convert import convert
 
     load = ("--prompt", "x", "--load-cache", cache)
     config = {**tiny.LLAMA, "vocab_size": 400}

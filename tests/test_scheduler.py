@@ -11,7 +11,7 @@ oracle = test_engine.oracle
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from treering.models.convert import convert
+    from treering.models.conversion.convert import convert
 
     source = tiny.write_folder(tmp_path_factory.mktemp("tiny") / "hf")
     convert(source, source.parent / "checkpoint")

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def plan_of(mesh, table="decode", **sizes):
-    from treering.layers.sharding import Plan
+    from treering.layers.parallel.sharding import Plan
 
     return Plan(mesh(**sizes), table)
 
@@ -21,7 +21,7 @@ def tiny_model():
 
 
 def test_every_array_of_a_model_declares_its_dims():
-    from treering.layers.sharding import DIMS, dims_of
+    from treering.layers.parallel.sharding import DIMS, dims_of
 
     declared = jax.tree.leaves(dims_of(eqx.filter(tiny_model(), lambda x: hasattr(x, "shape"))))
     assert len(declared) == 12
@@ -29,7 +29,7 @@ def test_every_array_of_a_model_declares_its_dims():
 
 
 def test_an_array_without_dims_is_named():
-    from treering.layers.sharding import array_field, dims_of
+    from treering.layers.parallel.sharding import array_field, dims_of
 
     class Bare(eqx.Module):
         weight: jax.Array

@@ -23,7 +23,7 @@ MESHES = [{"context": n} for n in (1, 2, 3, 4, 8)] + [{"context": 2, "tensor": 3
 
 @pytest.fixture(scope="module")
 def checkpoint(demo_gguf, tmp_path_factory):
-    from treering.models.convert import convert
+    from treering.models.conversion.convert import convert
 
     folder = tmp_path_factory.mktemp("smollm2") / "checkpoint"
     convert(demo_gguf, folder)
@@ -72,8 +72,8 @@ def check_mesh(checkpoint, mesh, sizes, batches, *, unrolled=False):
     from treering.configs.sampling import RequestConfig
     from treering.infer.engine import Engine
     from treering.infer.scheduler import Scheduler
-    from treering.layers.sharding import Plan
-    from treering.models.checkpoint import load_model
+    from treering.layers.parallel.sharding import Plan
+    from treering.models.checkpoint.model import load_model
 
     plan = Plan(mesh(**sizes), "decode")
     model = load_model(checkpoint, plan, "float32")

@@ -12,8 +12,8 @@ import training
 from treering.configs.llama import TINY
 from treering.configs.precision import Precision
 from treering.configs.train import OptimizerConfig, ScheduleConfig, StepConfig
-from treering.layers.trained_weight import lower, trained
-from treering.train.batch import place
+from treering.layers.nn.gathered_weight import lower, trained
+from treering.train.data.batch import place
 from treering.train.evaluate import empty_sums, evaluation_program
 from treering.train.forward import run as forward
 from treering.train.step import abstract_state, batch_gradients, init_state, step_program

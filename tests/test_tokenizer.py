@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from treering.models.gguf_tokenizer import save_tokenizer
+from treering.models.formats.gguf_tokenizer import save_tokenizer
 from treering.models.tokenizer import Tokenizer
 
 KINDS = ("byte-level", "sentencepiece", "gguf gpt2", "gguf llama")

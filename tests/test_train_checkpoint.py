@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from treering.train.new_tokenizer import write_tokenizer
+    from treering.train.data.new_tokenizer import write_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer") / "bytes"
     write_tokenizer(folder, "bytes", [], 300)
@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(mesh, **axes: int):
-    from treering.layers.sharding import Plan
+    from treering.layers.parallel.sharding import Plan
 
     return Plan(mesh(**axes), "train")
 
@@ -61,15 +61,15 @@ def shapes_of(plan):
 
 def checkpoints(folder: Path, **settings):
     from treering.configs.run import CheckpointConfig
-    from treering.train.checkpoint import Checkpoints
+    from treering.train.run.checkpoint import Checkpoints
 
     return Checkpoints(folder, CheckpointConfig(**settings))
 
 
 @pytest.mark.smoke
 def test_a_state_is_restored_bit_equal_on_the_same_mesh_and_on_others(tmp_path, tokenizer, mesh) -> None:
-    from treering.models.checkpoint import named_leaves
-    from treering.train.checkpoint import restore
+    from treering.models.checkpoint.model import named_leaves
+    from treering.train.run.checkpoint import restore
 
     plan = plan_of(mesh, fsdp=2, context=2, tensor=2)
     state = state_of(plan)
@@ -89,7 +89,8 @@ def test_a_state_is_restored_bit_equal_on_the_same_mesh_and_on_others(tmp_path, 
 
 
 def test_a_steps_model_is_a_checkpoint_of_format_1(tmp_path, tokenizer, mesh) -> None:
-    from treering.models.checkpoint import load_model, read_record
+    from treering.models.checkpoint.model import load_model
+    from treering.models.checkpoint.record import read_record
     from treering.models.tokenizer import Tokenizer
 
     plan = plan_of(mesh)
@@ -106,7 +107,7 @@ def test_a_steps_model_is_a_checkpoint_of_format_1(tmp_path, tokenizer, mesh) ->
 
 
 def test_what_is_kept_is_the_newest_those_of_an_interval_and_the_newest_read_back(tmp_path, tokenizer, mesh) -> None:
-    from treering.train.checkpoint import READ_BACK, finished_steps
+    from treering.train.run.checkpoint import READ_BACK, finished_steps
 
     plan = plan_of(mesh)
     state = state_of(plan)
@@ -127,7 +128,7 @@ def test_what_is_kept_is_the_newest_those_of_an_interval_and_the_newest_read_bac
 
 
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, tokenizer, mesh) -> None:
-    from treering.train.checkpoint import finished_steps
+    from treering.train.run.checkpoint import finished_steps
 
     state = state_of(plan_of(mesh))
     saved = checkpoints(tmp_path / "c")
@@ -152,7 +153,7 @@ def damage(folder: Path) -> None:
 
 @pytest.mark.parametrize("part", ["model/weights", "train/state"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, tokenizer, mesh, part) -> None:
-    from treering.train.run import newest
+    from treering.train.run.folder import newest
 
     plan = plan_of(mesh)
     state = state_of(plan)
@@ -171,7 +172,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, tokeni
 
 
 def test_a_checkpoint_that_reads_back_otherwise_is_told(tmp_path, tokenizer, mesh, monkeypatch) -> None:
-    from treering.train import checkpoint
+    from treering.train.run import checkpoint
 
     real = checkpoint.read_array
     monkeypatch.setattr(checkpoint, "read_array", lambda *a: real(*a) + 1)
@@ -184,7 +185,7 @@ def test_a_checkpoint_that_reads_back_otherwise_is_told(tmp_path, tokenizer, mes
 
 
 def test_a_disk_that_is_full_is_told_and_earlier_checkpoints_stay(tmp_path, tokenizer, mesh, monkeypatch) -> None:
-    from treering.train import checkpoint
+    from treering.train.run import checkpoint
 
     state = state_of(plan_of(mesh))
     saved = checkpoints(tmp_path / "c", read_back=False)
@@ -202,7 +203,7 @@ def test_a_disk_that_is_full_is_told_and_earlier_checkpoints_stay(tmp_path, toke
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_compiled(tmp_path, monkeypatch) -> None:
-    from treering.train import run
+    from treering.train.run import loop as run
 
     monkeypatch.setattr(run, "step_program", None)
     (tmp_path / "file").write_text("")

@@ -13,7 +13,7 @@ import treering
 
 @pytest.fixture
 def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from treering.train import run
+    from treering.train.run import loop as run
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a step was compiled")
@@ -130,7 +130,7 @@ def test_wrong_data_is_one_line(tmp_path, capsys, nothing_compiles, content, opt
 
 def test_weights_and_folders_that_do_not_fit_are_one_line(tmp_path, capsys, nothing_compiles) -> None:
     from treering.configs.llama import TINY
-    from treering.models.record import Record
+    from treering.models.checkpoint.record import Record
 
     tiny_run.tiny_run(tmp_path)
     other = tmp_path / "other"

@@ -13,8 +13,8 @@ import training
 from treering.configs.llama import TINY
 from treering.configs.precision import Precision
 from treering.configs.train import OptimizerConfig, StepConfig
-from treering.models.checkpoint import named_leaves
-from treering.train.batch import abstract_batch
+from treering.models.checkpoint.model import named_leaves
+from treering.train.data.batch import abstract_batch
 from treering.train.step import abstract_state, batch_gradients, step_program
 
 

@@ -13,18 +13,11 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import hlo
-from treering.layers.dense import dense_partial
-from treering.layers.mask import Mask
-from treering.layers.partial import Partial, merge_stacked, statistics_dtype
-from treering.layers.tree import (
-    HEAD_SHARDED,
-    SCHEMES,
-    check_scheme,
-    choose_scheme,
-    tree_attention,
-    tree_combine,
-    tree_partial,
-)
+from treering.layers.attention.dense import dense_partial
+from treering.layers.attention.distributed.tree import tree_attention, tree_combine, tree_partial
+from treering.layers.attention.distributed.tree_schemes import HEAD_SHARDED, SCHEMES, check_scheme, choose_scheme
+from treering.layers.attention.mask import Mask
+from treering.layers.attention.partial import Partial, merge_stacked, statistics_dtype
 
 TOLERANCE = {"float64": (1e-13, 1e-13), "float32": (2e-6, 5e-6)}
 """Of values and of gradients, at scores up to 20."""

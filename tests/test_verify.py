@@ -9,8 +9,8 @@ import pytest
 
 import tiny
 import treering
-from treering.models.convert import convert
-from treering.models.verify import difference
+from treering.models.audit.verify import difference
+from treering.models.conversion.convert import convert
 
 
 @pytest.fixture

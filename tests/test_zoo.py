@@ -7,10 +7,10 @@ import pytest
 
 import treering
 from treering.configs.zoo import ZOO
-from treering.models.check import MESHES, TABLES, abstract_plan
-from treering.models.checkpoint import abstract_model, named_leaves
+from treering.models.audit.check import MESHES, TABLES, abstract_plan
+from treering.models.audit.zoo import parameter_count
+from treering.models.checkpoint.model import abstract_model, named_leaves
 from treering.models.transformer import check_mesh
-from treering.models.zoo import parameter_count
 
 # As the files of the published weights add up, tied tables counted once.
 PARAMETERS = {

@@ -355,8 +355,8 @@ def logits(model: Any, plan: Any, ids: np.ndarray) -> np.ndarray:
     import jax
     import jax.numpy as jnp
 
-    from treering.layers.attention import Context
-    from treering.layers.dense import dense_attention
+    from treering.layers.attention.dense import dense_attention
+    from treering.layers.nn.attention import Context
 
     def attend(q, k, v, *, mask, context, state, layer):
         return dense_attention(q, k, v, mask=mask, positions=context.positions, segments=context.segments), state
@@ -374,7 +374,7 @@ def logits(model: Any, plan: Any, ids: np.ndarray) -> np.ndarray:
 
 def llama_checkpoint(folder: Path) -> Path:
     """A converted Llama with a byte-level tokenizer, in `folder`."""
-    from treering.models.convert import convert
+    from treering.models.conversion.convert import convert
 
     source = write_folder(folder / "hf", {**LLAMA, "vocab_size": 400})
     save_byte_level(source)

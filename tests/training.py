@@ -16,10 +16,10 @@ import tiny
 from treering.configs.llama import TINY, LlamaConfig
 from treering.configs.precision import Precision
 from treering.configs.train import OptimizerConfig, StepConfig
-from treering.layers.sharding import Plan
-from treering.models.checkpoint import named_leaves
+from treering.layers.parallel.sharding import Plan
+from treering.models.checkpoint.model import named_leaves
 from treering.models.families.registry import families
-from treering.train.batch import IGNORED, Batch, place
+from treering.train.data.batch import IGNORED, Batch, place
 from treering.train.step import TrainState, init_state, step_program
 
 ROWS, WINDOW = 8, 32

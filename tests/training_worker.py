@@ -18,8 +18,8 @@ jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=numb
 
 import training  # noqa: E402
 from treering.configs.mesh import AXES  # noqa: E402
-from treering.layers.sharding import make_mesh  # noqa: E402
-from treering.train.batch import Batch  # noqa: E402
+from treering.layers.parallel.sharding import make_mesh  # noqa: E402
+from treering.train.data.batch import Batch  # noqa: E402
 
 plan = training.train_plan(make_mesh(dict(zip(AXES, map(int, digits), strict=True))))
 assert len(plan.mesh.local_devices) == 4

@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from treering.configs.train import StepConfig
-from treering.layers.program import Program
-from treering.layers.sharding import Plan
-from treering.layers.trained_weight import lower, trained
+from treering.layers.nn.gathered_weight import lower, trained
+from treering.layers.parallel.program import Program
+from treering.layers.parallel.sharding import Plan
 from treering.models.transformer import Transformer
-from treering.train.batch import Batch, abstract_batch, check_batch
+from treering.train.data.batch import Batch, abstract_batch, check_batch
 from treering.train.forward import output_weight, run
 from treering.train.loss import token_losses
 
@@ -37,7 +37,7 @@ def evaluation_program(
     """`program(model, sums, batch) -> sums`, with the batch's tokens added; the sums that went in are consumed.
 
     `edges` ascend from 0: bucket i holds positions from `edges[i]` up to `edges[i + 1]`, the last one all beyond. The
-    batch is placed as for training (`train.batch.place`); `model` may be abstract.
+    batch is placed as for training (`train.data.batch.place`); `model` may be abstract.
 
     Raises ValueError, saying what works, where the batch or the window does not divide over the mesh.
     """

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from treering.configs.train import Remat, StepConfig
-from treering.layers.attention import Context
-from treering.layers.blockwise import LSE_NAME, OUT_NAME
-from treering.layers.sharding import Plan
-from treering.layers.trained_weight import TrainedWeight
+from treering.layers.attention.local import LSE_NAME, OUT_NAME
+from treering.layers.nn.attention import Context
+from treering.layers.nn.gathered_weight import TrainedWeight
+from treering.layers.operations.context import ContextAttention
+from treering.layers.parallel.sharding import Plan
 from treering.models.transformer import Transformer
-from treering.train.attention import ContextAttention
-from treering.train.batch import Batch
+from treering.train.data.batch import Batch
 
 
 def run(model: Transformer, batch: Batch, config: StepConfig, plan: Plan) -> Float[Array, "batch seq embed"]:

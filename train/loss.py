@@ -16,9 +16,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from treering.layers.partial import statistics_dtype
-from treering.layers.trained_weight import Home, TrainedWeight
-from treering.layers.varying import vary_over, varying_axes
+from treering.layers.attention.partial import statistics_dtype
+from treering.layers.attention.varying import vary_over, varying_axes
+from treering.layers.nn.gathered_weight import Home, TrainedWeight
 
 
 class LossSum(eqx.Module):

@@ -8,7 +8,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from treering.configs.train import OptimizerConfig, ScheduleConfig
-from treering.layers.sharding import dims_of, is_matrix
+from treering.layers.parallel.sharding import dims_of, is_matrix
 
 
 def transformation(config: OptimizerConfig) -> optax.GradientTransformation:

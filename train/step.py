@@ -17,12 +17,12 @@ from jaxtyping import Array, Bool, Float, Int
 from treering.configs.model import ModelConfig
 from treering.configs.precision import DType
 from treering.configs.train import OptimizerConfig, StepConfig
-from treering.layers.program import Program
-from treering.layers.sharding import Plan
-from treering.layers.trained_weight import lower, slots_of, trained
+from treering.layers.nn.gathered_weight import lower, slots_of, trained
+from treering.layers.parallel.program import Program
+from treering.layers.parallel.sharding import Plan
 from treering.models.families.registry import families
 from treering.models.transformer import Stacked, Transformer
-from treering.train.batch import Batch, abstract_batch, check_batch, split
+from treering.train.data.batch import Batch, abstract_batch, check_batch, split
 from treering.train.forward import output_weight, run
 from treering.train.loss import LossSum, cross_entropy
 from treering.train.optim import check_schedule, clip, learning_rate, transformation
@@ -107,7 +107,7 @@ def step_program(
 
     `state` may be abstract. `steps` is the run's length, for the schedule; `batch` the rows of the global batch of all
     accumulation parts; `seq` the window. The batch that the program takes lies on the plan's devices in zigzag order
-    over context (`train.batch.place`). `program.compiled.memory_analysis()` tells its memory.
+    over context (`train.data.batch.place`). `program.compiled.memory_analysis()` tells its memory.
 
     Raises ValueError, saying what works, where the batch or the window does not divide over the mesh, or the schedule
     does not fit into the run.

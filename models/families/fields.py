@@ -1,9 +1,7 @@
 """Reading the fields of config.json: each one is read, known to change nothing, refused unless neutral, or unknown."""
 
-import json
 import math
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 _REQUIRED = object()
@@ -107,31 +105,3 @@ class Fields:
                 f"{self.name} has fields that are not known here and may change the arithmetic: {', '.join(unknown)} "
                 f"(treering convert --ignore-fields {names} goes on without them)"
             )
-
-
-def check_file(path: Path) -> None:
-    """Raises for a file that is not there, is empty, or is a Git LFS pointer in its place."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    if not path.stat().st_size:
-        raise ValueError(f"{path} is an empty file")
-    check_no_pointer(path)
-
-
-def check_no_pointer(path: Path) -> None:
-    """Raises ValueError for a Git LFS pointer in place of a file."""
-    with path.open("rb") as file:
-        if file.read(40).startswith(b"version https://git-lfs"):
-            raise ValueError(f"{path} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises with one line where it is missing or something else."""
-    check_file(path)
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a JSON {type(raw).__name__} instead of an object")
-    return raw

@@ -16,13 +16,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from treering.configs.gemma import Gemma3Config
 from treering.configs.rope import DefaultRope
-from treering.layers.attention import Attention, Context
-from treering.layers.embed import Embedding
-from treering.layers.linear import Linear
-from treering.layers.mask import Mask
-from treering.layers.mlp import SwiGLU
-from treering.layers.partial import statistics_dtype
-from treering.layers.sharding import Plan, array_field
+from treering.layers.attention.mask import Mask
+from treering.layers.attention.partial import statistics_dtype
+from treering.layers.nn.attention import Attention, Context
+from treering.layers.nn.embed import Embedding
+from treering.layers.nn.linear import Linear
+from treering.layers.nn.mlp import SwiGLU
+from treering.layers.parallel.sharding import Plan, array_field
 from treering.models.families.fields import Fields
 from treering.models.families.registry import Family
 from treering.models.families.shared import BLOCK, read_shared, tensor_names, write_shared
@@ -67,7 +67,7 @@ class ScaledEmbedding(eqx.Module):
     """An embedding whose vectors are multiplied by the square root of their size; logits are not."""
 
     table: Any = array_field("vocab embed")
-    """An array, or a stored weight, as in `layers.embed.Embedding`."""
+    """An array, or a stored weight, as in `layers.nn.embed.Embedding`."""
 
     def __call__(
         self, tokens: Int[Array, "batch seq"], plan: Plan, dtype: jnp.dtype

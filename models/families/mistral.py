@@ -6,8 +6,8 @@ from typing import Any
 from jaxtyping import PRNGKeyArray
 
 from treering.configs.mistral import MistralConfig
-from treering.layers.attention import Attention
-from treering.layers.mask import Mask
+from treering.layers.attention.mask import Mask
+from treering.layers.nn.attention import Attention
 from treering.models.families.fields import Fields
 from treering.models.families.registry import Family
 from treering.models.families.shared import BLOCK, read_shared, tensor_names, write_shared

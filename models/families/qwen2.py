@@ -7,9 +7,9 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from treering.configs.qwen import Qwen2Config
-from treering.layers.attention import Attention
-from treering.layers.linear import Linear
-from treering.layers.mask import Mask
+from treering.layers.attention.mask import Mask
+from treering.layers.nn.attention import Attention
+from treering.layers.nn.linear import Linear
 from treering.models.families.fields import Fields
 from treering.models.families.registry import Family
 from treering.models.families.shared import BLOCK, read_shared, tensor_names, write_shared

@@ -6,8 +6,8 @@ from typing import Any
 from jaxtyping import PRNGKeyArray
 
 from treering.configs.qwen import Qwen3Config
-from treering.layers.attention import Attention
-from treering.layers.norm import RMSNorm
+from treering.layers.nn.attention import Attention
+from treering.layers.nn.norm import RMSNorm
 from treering.models.families.fields import Fields
 from treering.models.families.qwen2 import refuse_windows
 from treering.models.families.registry import Family

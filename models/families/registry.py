@@ -10,7 +10,8 @@ from jaxtyping import PRNGKeyArray
 
 from treering.configs.model import ModelConfig
 from treering.configs.zoo import ZOO
-from treering.models.families.fields import Fields, read_json
+from treering.models.families.fields import Fields
+from treering.models.files import read_json
 from treering.models.transformer import Transformer
 
 

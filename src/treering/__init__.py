@@ -44,15 +44,15 @@ def __dir__() -> list[str]:
 
 
 COMMANDS = {
-    "convert": ("models.convert_command", "turn a Hugging Face or Meta folder, or a GGUF file, into a checkpoint"),
-    "export": ("models.export_command", "turn a checkpoint into a Hugging Face folder"),
-    "generate": ("infer.generate", "generate text from a checkpoint, on any mesh"),
-    "chat": ("infer.chat", "talk with a model in the terminal"),
-    "train": ("train.command", "train by a recipe, on any mesh; alone: list the recipes"),
-    "verify": ("models.verify_command", "compare a checkpoint with what transformers computes (needs torch)"),
-    "zoo": ("models.zoo_command", "list the published sizes"),
-    "check": ("models.check_command", "run our checks on a size or a family of your own"),
-    "plot": ("train.plot", "draw the loss of a run, and its loss by position"),
+    "convert": ("models.commands.convert", "turn a Hugging Face or Meta folder, or a GGUF file, into a checkpoint"),
+    "export": ("models.commands.export", "turn a checkpoint into a Hugging Face folder"),
+    "generate": ("infer.commands.generate", "generate text from a checkpoint, on any mesh"),
+    "chat": ("infer.commands.chat", "talk with a model in the terminal"),
+    "train": ("train.commands.train", "train by a recipe, on any mesh; alone: list the recipes"),
+    "verify": ("models.commands.verify", "compare a checkpoint with what transformers computes (needs torch)"),
+    "zoo": ("models.commands.zoo", "list the published sizes"),
+    "check": ("models.commands.check", "run our checks on a size or a family of your own"),
+    "plot": ("train.commands.plot", "draw the loss of a run, and its loss by position"),
 }
 """Name: the module of `treering` whose `main(arguments)` runs it, and what it does."""
 PLUGIN = (
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
             # Before the command's own options are read: a recipe of the user's may need what it registers.
             rest, files = without_plugins(rest)
             for file in files:
-                importlib.import_module("treering.models.plugin").load_plugin(file)
+                importlib.import_module("treering.models.families.plugin").load_plugin(file)
             if {"-h", "--help"} & set(rest):
                 print(PLUGIN, end="\n\n")
         status = importlib.import_module(f"treering.{COMMANDS[name][0]}").main(rest) or 0

@@ -1,0 +1,1 @@
+"""The commands `treering generate` and `treering chat`."""

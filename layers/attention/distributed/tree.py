@@ -1,0 +1,275 @@
+"""Tree attention: partial results of the context axis, joined in one message (arXiv 2408.04093, algorithm 3).
+
+The paper reduces maxima, numerators and denominators in three all-reduces. Here each device sends its output and log of
+the sum packed into one message, and the merge of `layers.attention.partial` runs where the parts arrive:
+
+- `all_to_all`: each device receives its share of the heads, the layout that an output projection sharded over
+  (tensor, context) takes in (arXiv 2507.07120);
+- `all_gather`: every device receives everything and joins it in rank order: replicated, equal to the last bit;
+- `two_level`, `two_level_gather`: first within groups of `inner` neighbours (a node), then across groups, so that slow
+  links carry parts already joined. The first ends like `all_to_all`, the second like `all_gather`.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+from treering.layers.attention.checks import check_shapes, check_token_data
+from treering.layers.attention.distributed.exchange import Route, exchange
+from treering.layers.attention.distributed.global_arrays import check_divides, mesh_axes, placed
+from treering.layers.attention.distributed.tree_schemes import (
+    HEAD_SHARDED,
+    Scheme,
+    check_scheme,
+    choose_scheme,
+    wire_dtype_or,
+)
+from treering.layers.attention.local import local_attention
+from treering.layers.attention.mask import Mask
+from treering.layers.attention.partial import Partial, merge_stacked, statistics_dtype
+from treering.layers.attention.varying import vary_over
+
+
+def tree_combine(
+    partial: Partial,
+    axis: str,
+    *,
+    scheme: Scheme,
+    inner: int | None = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Partial:
+    """Joins the partial results of the devices along mesh axis `axis`. For use inside `shard_map`.
+
+    `partial.out` is `[batch seq heads head_dim]`, `partial.lse` `[batch seq heads]`, heads those of the tensor shard.
+    The schemes of `HEAD_SHARDED` return heads / p of them, shares in rank order, so that `out_heads` is sharded as
+    `PartitionSpec(("tensor", "context"))`; the others return all heads, replicated over the axis for `check_vma`.
+    out travels as `wire_dtype` (None: as it is) and comes back, merged, in the statistics' dtype; lse always travels
+    in full. A row that no device has a key for stays (0, -inf). One device with a scheme of `HEAD_SHARDED` sends
+    nothing. Raises ValueError where the scheme does not fit (`check_scheme`).
+    """
+    p, heads = lax.axis_size(axis), partial.out.shape[2]
+    check_scheme(scheme, p=p, heads=heads, inner=inner)
+    wire = wire_dtype_or(partial.out.dtype, wire_dtype)
+    lse = partial.lse.astype(jnp.promote_types(partial.lse.dtype, statistics_dtype(wire)))
+    if p == 1 and scheme in HEAD_SHARDED:
+        return Partial(partial.out.astype(lse.dtype), lse)
+    part = vary_over(frozenset({axis}), Partial(partial.out.astype(wire), lse))
+    with jax.named_scope("tree_combine"):
+        if scheme == "all_to_all":
+            return merge_stacked(exchange(part, Route(axis, gather=False)))
+        if scheme == "all_gather":
+            return merge_stacked(exchange(part, Route(axis, gather=True)))
+        inner = p if inner is None else inner
+        outer = p // inner
+        near = tuple(tuple(range(first, first + inner)) for first in range(0, p, inner))
+        if scheme == "two_level":
+            # A device keeps the share of its rank, group * inner + place in the group: heads go out sorted by place.
+            part = jax.tree.map(lambda x: _swap_head_groups(x, outer, inner), part)
+            part = _joined(exchange(part, Route(axis, gather=False, groups=near)), wire)
+            far = tuple(tuple(range(first, p, inner)) for first in range(inner))
+            return merge_stacked(exchange(part, Route(axis, gather=False, groups=far)))
+        part = _pad_heads(part, -heads % inner)
+        part = _joined(exchange(part, Route(axis, gather=False, groups=near)), wire)
+        parts = exchange(part, Route(axis, gather=True))
+        joined = merge_stacked(jax.tree.map(lambda x: x.reshape(outer, inner, *x.shape[1:]), parts))
+        return jax.tree.map(lambda x: _heads_together(x)[:, :, :heads], joined)
+
+
+def _joined(parts: Partial, wire: jnp.dtype) -> Partial:
+    joined = merge_stacked(parts)
+    return Partial(joined.out.astype(wire), joined.lse)
+
+
+def _swap_head_groups(
+    x: Shaped[Array, "batch seq heads *d"], outer: int, inner: int
+) -> Shaped[Array, "batch seq heads *d"]:
+    """Heads ordered by (outer, inner) rank, ordered by (inner, outer) rank."""
+    shape = x.shape
+    return x.reshape(*shape[:2], outer, inner, -1, *shape[3:]).swapaxes(2, 3).reshape(shape)
+
+
+def _pad_heads(part: Partial, count: int) -> Partial:
+    """`count` more heads, which saw no key."""
+    if count == 0:
+        return part
+    empty = Partial.empty((*part.lse.shape[:2], count), part.out.shape[-1], part.out.dtype)
+    pad = Partial(empty.out, empty.lse.astype(part.lse.dtype))
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), part, pad)
+
+
+def _heads_together(x: Shaped[Array, "inner batch seq shared *d"]) -> Shaped[Array, "batch seq heads *d"]:
+    """Shares of the heads along the first dim, in rank order, side by side."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def tree_partial(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch kv_seq kv_heads head_dim"],
+    v: Float[Array, "batch kv_seq kv_heads head_dim"],
+    *,
+    mesh: Mesh,
+    axis: str = "context",
+    mask: Mask = Mask(),
+    positions: Int[Array, "..."] | None = None,
+    segments: Int[Array, "..."] | None = None,
+    q_positions: Int[Array, "..."] | None = None,
+    q_segments: Int[Array, "..."] | None = None,
+    scheme: Scheme | Literal["auto"] = "auto",
+    inner: int | None = None,
+    head_sharded: bool = True,
+    wire_dtype: DTypeLike | None = None,
+    batch_axes: tuple[str, ...] | None = None,
+    head_axes: tuple[str, ...] | None = None,
+) -> Partial:
+    """`tree_attention` before its output is rounded: out in the statistics' dtype, and lse."""
+    check_shapes(q, k, v)
+    batch, seq, heads, head_dim = q.shape
+    kv_seq, kv_heads = k.shape[1:3]
+    if axis not in mesh.shape:
+        raise ValueError(f"axis {axis!r}: the mesh has {', '.join(mesh.shape)}")
+    batch_axes = mesh_axes(mesh, "batch_axes", batch_axes, ("data", "fsdp"), taken=(axis,))
+    head_axes = mesh_axes(mesh, "head_axes", head_axes, ("tensor",), taken=(axis, *batch_axes))
+    check_divides(mesh, batch_axes, batch=batch)
+    check_divides(mesh, head_axes, heads=heads, kv_heads=kv_heads)
+    p = mesh.shape[axis]
+    for name, x, length in (
+        ("positions", positions, kv_seq),
+        ("segments", segments, kv_seq),
+        ("q_positions", q_positions, seq),
+        ("q_segments", q_segments, seq),
+    ):
+        check_token_data(name if name.startswith("q") else f"kv {name}", x, batch, length)
+    if (segments is None) != (q_segments is None):
+        raise ValueError("segments and q_segments: give both or neither (all 1 where one side is one document)")
+    if positions is not None and q_positions is None and mask.causal:
+        raise ValueError("positions of keys without q_positions: a causal mask needs where each query stands")
+    if q_positions is None and mask.causal and seq > kv_seq:
+        raise ValueError(
+            f"seq {seq} queries stand at the end of kv_seq {kv_seq} keys: there are more; give q_positions"
+        )
+    wide = statistics_dtype(q.dtype)
+    wire = wire_dtype_or(wide, wire_dtype)
+    shard_heads = heads // math.prod(mesh.shape[a] for a in head_axes)
+    if scheme == "auto":
+        scheme = choose_scheme(
+            p=p,
+            batch=batch // math.prod(mesh.shape[a] for a in batch_axes),
+            seq=seq,
+            heads=shard_heads,
+            head_dim=head_dim,
+            itemsize=wire.itemsize,
+            inner=inner,
+            head_sharded=head_sharded,
+        )
+    check_scheme(scheme, p=p, heads=shard_heads, inner=inner)
+    if scheme in HEAD_SHARDED and not head_sharded:
+        raise ValueError(f"scheme {scheme!r} shards heads over {axis}, and head_sharded is False: take 'all_gather'")
+
+    padding = -kv_seq % p
+    newest_sees_all = mask.window is None and q_positions is None and (seq == 1 or not mask.causal)
+    if newest_sees_all and positions is None and segments is None and not padding:
+        mask = dataclasses.replace(mask, causal=False)
+        data = None
+    else:
+        if q_positions is None:
+            q_positions = jnp.broadcast_to(jnp.arange(kv_seq - seq, kv_seq, dtype=jnp.int32), (batch, seq))
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(kv_seq, dtype=jnp.int32), (batch, kv_seq))
+        positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
+        if segments is not None:
+            segments = jnp.pad(segments, ((0, 0), (0, padding)))
+        k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (k, v))
+        data = (q_positions, positions, q_segments, segments)
+
+    def island(q, k, v, data):
+        q_positions, kv_positions, q_segments, kv_segments = (None,) * 4 if data is None else data
+        partial = local_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            out_dtype=wide,
+        )
+        return tree_combine(partial, axis, scheme=scheme, inner=inner, wire_dtype=wire)
+
+    out_heads = (*head_axes, axis) if scheme in HEAD_SHARDED else head_axes
+    tokens, kv_tokens = PartitionSpec(batch_axes), PartitionSpec(batch_axes, axis)
+    kv_spec = PartitionSpec(batch_axes, axis, head_axes)
+    q_spec = PartitionSpec(batch_axes, None, head_axes)
+    specs = None if data is None else (tokens, kv_tokens, *((None, None) if segments is None else (tokens, kv_tokens)))
+    if data is not None:
+        data = tuple(placed(x, mesh, spec) for x, spec in zip(data, (tokens, kv_tokens) * 2, strict=True))
+    return jax.shard_map(
+        island,
+        mesh=mesh,
+        in_specs=(q_spec, kv_spec, kv_spec, specs),
+        out_specs=PartitionSpec(batch_axes, None, out_heads),
+    )(placed(q, mesh, q_spec), *placed((k, v), mesh, kv_spec), data)
+
+
+def tree_attention(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch kv_seq kv_heads head_dim"],
+    v: Float[Array, "batch kv_seq kv_heads head_dim"],
+    *,
+    mesh: Mesh,
+    axis: str = "context",
+    mask: Mask = Mask(),
+    positions: Int[Array, "..."] | None = None,
+    segments: Int[Array, "..."] | None = None,
+    q_positions: Int[Array, "..."] | None = None,
+    q_segments: Int[Array, "..."] | None = None,
+    scheme: Scheme | Literal["auto"] = "auto",
+    inner: int | None = None,
+    head_sharded: bool = True,
+    wire_dtype: DTypeLike | None = None,
+    batch_axes: tuple[str, ...] | None = None,
+    head_axes: tuple[str, ...] | None = None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Attention of queries that every device of `axis` holds over keys and values that lie spread along it.
+
+    Arrays are global: k and v sharded over `axis` by tokens, q replicated over it, rows of the batch over `batch_axes`,
+    heads over `head_axes`; None takes ("data", "fsdp") and ("tensor",) as far as the mesh has them. A kv_seq that the
+    axis does not divide is padded here. `positions` and `segments` `[batch kv_seq]` are those of the keys, in any order
+    (-1 an empty slot, segment 0 padding), `q_positions` and `q_segments` `[batch seq]` those of the queries; without
+    any, keys stand in order and the queries are the last of them.
+
+    Each device attends over its own keys, and one message joins the results (arXiv 2408.04093, algorithm 3, in one
+    collective for three). `scheme` "auto" chooses by `choose_scheme`; `inner` says how many neighbours on the axis
+    share fast links. The result's heads are sharded over (head_axes, axis) with the schemes of `HEAD_SHARDED`, which
+    "auto" takes only if `head_sharded`; else it is replicated over `axis`. Outputs travel as `wire_dtype`: None for the
+    statistics' dtype, with which an error in bfloat16 does not grow with devices; bfloat16 halves the bytes, for an
+    error up to a half larger.
+
+    Raises ValueError where shapes, axes, sizes or the scheme do not fit, naming what would.
+    """
+    return tree_partial(
+        q,
+        k,
+        v,
+        mesh=mesh,
+        axis=axis,
+        mask=mask,
+        positions=positions,
+        segments=segments,
+        q_positions=q_positions,
+        q_segments=q_segments,
+        scheme=scheme,
+        inner=inner,
+        head_sharded=head_sharded,
+        wire_dtype=wire_dtype,
+        batch_axes=batch_axes,
+        head_axes=head_axes,
+    ).out.astype(q.dtype)

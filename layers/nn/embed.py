@@ -1,0 +1,68 @@
+"""The table of token embeddings, looked up by ids and multiplied with to give logits."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from treering.layers.nn.linear import project
+from treering.layers.parallel.sharding import Plan, array_field
+
+
+class Embedding(eqx.Module):
+    """One vector a token."""
+
+    table: Any = array_field("vocab embed")
+    """An array, or a stored weight that is looked up and multiplied with by itself (`take`, `matmul`)."""
+
+    @staticmethod
+    def init(vocab: int, embed: int, *, std: float = 0.02, key: PRNGKeyArray) -> "Embedding":
+        """Normal vectors."""
+        return Embedding(std * jax.random.normal(key, (vocab, embed)))
+
+    def __call__(
+        self, tokens: Int[Array, "batch seq"], plan: Plan, dtype: jnp.dtype
+    ) -> Float[Array, "batch seq embed"]:
+        """Vectors of `tokens` in `dtype`."""
+        if isinstance(self.table, jax.Array):
+            return lookup(self.table, tokens, plan, dtype)
+        return self.table.take(tokens).astype(dtype)
+
+    def unembed(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
+        """Logits: the product of each vector with every row of the table."""
+        return project(x, self.table) if isinstance(self.table, jax.Array) else self.table.matmul(x)
+
+
+def lookup(
+    table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"], plan: Plan, dtype: jnp.dtype
+) -> Float[Array, "batch seq embed"]:
+    """The rows of a table at `tokens`, in `dtype`.
+
+    Where the vocabulary is split, each device looks up the ids that it holds and one sum joins them: no device ever
+    gathers the vocabulary. An axis that splits tokens too deals out its sum by tokens.
+    """
+    axes = plan.axes("vocab", table.shape[0], "parameters")
+    if not axes:
+        return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
+    batch, seq = (plan.axes(dim, size) for dim, size in zip(("batch", "seq"), tokens.shape, strict=True))
+    dealt = tuple(axis for axis in seq if axis in axes)
+    whole = tuple(axis for axis in axes if axis not in dealt)
+
+    def on_device(table, ids):
+        local = ids - jax.lax.axis_index(axes) * table.shape[0]
+        held = (local >= 0) & (local < table.shape[0])
+        found = jnp.take(table, jnp.where(held, local, 0), axis=0, mode="clip").astype(dtype)
+        found = jnp.where(held[..., None], found, 0)
+        if dealt:
+            found = jax.lax.psum_scatter(found, dealt, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(found, whole) if whole else found
+
+    return jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=(PartitionSpec(axes, None), PartitionSpec(batch, tuple(axis for axis in seq if axis not in dealt))),
+        out_specs=PartitionSpec(batch, seq, None),
+    )(table, tokens)

@@ -1,0 +1,1 @@
+"""Devices: the sharding plan, meshes, and programs that are compiled ahead of time."""

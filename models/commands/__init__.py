@@ -1,0 +1,1 @@
+"""The commands `treering convert`, `export`, `verify`, `zoo` and `check`."""

@@ -1,0 +1,36 @@
+"""`treering export CKPT HF_DIR`."""
+
+import math
+from dataclasses import dataclass
+
+from treering.configs.cli import Positional, parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Turn a checkpoint into a Hugging Face folder, which transformers and its kin load. Nothing is cast."""
+
+    checkpoint: Positional[str]
+    """Checkpoint folder."""
+    folder: Positional[str]
+    """Hugging Face folder to write; must not exist."""
+    shard_gigabytes: float = 5.0
+    """Split the weights into files of up to this many billion bytes."""
+    overwrite: bool = False
+    """Replace the folder if it exists; the old one stays until the new one is whole."""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command."""
+    options = parse(ExportOptions, arguments, program="treering export")
+    if not math.isfinite(options.shard_gigabytes):
+        raise ValueError(f"shard_gigabytes {options.shard_gigabytes}: it must be a number, such as 5")
+    from treering.models.conversion.export import export
+
+    export(
+        options.checkpoint,
+        options.folder,
+        shard_bytes=int(options.shard_gigabytes * 1e9),
+        overwrite=options.overwrite,
+    )
+    return 0

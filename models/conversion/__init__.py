@@ -1,0 +1,1 @@
+"""Between the formats of other tools, checkpoints, and models on devices."""

@@ -1,0 +1,120 @@
+"""Models to run, wherever they lie: a checkpoint of ours, a folder of Hugging Face's or Meta's, or a GGUF file."""
+
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from treering.configs.model import ModelConfig
+from treering.layers.parallel.sharding import Plan
+from treering.models.checkpoint.arrays import DTYPES
+from treering.models.checkpoint.model import abstract_model, load_model, named_leaves
+from treering.models.checkpoint.record import CHECKPOINTS, RECORD, WEIGHTS, read_record
+from treering.models.formats.match import Parameter, fill, match
+from treering.models.formats.meta import PARAMS
+from treering.models.formats.open import open_source, read_source_config
+from treering.models.formats.source import Source
+from treering.models.progress import byte_progress
+from treering.models.tokenizer import TOKENIZER, Tokenizer
+from treering.models.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenModel:
+    """A model on disk, of which only the configuration has been read."""
+
+    name: str
+    """Where it lies, as it was asked for."""
+    identity: str
+    """Another for other weights."""
+    config: ModelConfig
+    load: Callable[[Plan, str | None], Transformer]
+    """The model, stacked, each parameter on its devices of a plan; cast to a dtype, or as stored where it is None."""
+    tokenizer: Callable[[], Tokenizer]
+    """Raises ValueError where there is none."""
+    save_tokenizer: Callable[[Path], None]
+    """Writes the tokenizer's files into a new folder. Raises ValueError where there is none."""
+
+
+def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> OpenModel:
+    """The model at `path`; `ignore_fields` names fields of a foreign config.json to go on without.
+
+    Raises what `read_record` does for what looks like a checkpoint, and what `open_source` does for the rest.
+    """
+    folder = Path(path)
+    if (folder / CHECKPOINTS).is_dir() or (folder / "model" / RECORD).is_file():
+        raise ValueError(f"{path} is a run, or a step of one: give {CHECKPOINTS}/STEP/model in it, which is its model")
+    foreign = folder.is_file() or any((folder / name).is_file() for name in ("config.json", PARAMS))
+    if not foreign or (folder / RECORD).exists() or (folder / WEIGHTS).is_dir():
+        record = read_record(folder)
+        return OpenModel(
+            name=str(path),
+            identity=record.fingerprint,
+            config=record.config,
+            load=partial(load_model, folder),
+            tokenizer=partial(Tokenizer.load, folder),
+            save_tokenizer=partial(_copy_tokenizer, folder),
+        )
+    source = open_source(folder)
+    config = read_source_config(source, ignore_fields)
+    return OpenModel(
+        name=str(path),
+        identity=source.identity,
+        config=config,
+        load=partial(load_source, source, config),
+        tokenizer=partial(_tokenizer_of, source),
+        save_tokenizer=partial(_save_tokenizer_of, source),
+    )
+
+
+def load_source(source: Source, config: ModelConfig, plan: Plan, dtype: str | None = None) -> Transformer:
+    """The model of tensors that other tools wrote, without a checkpoint in between.
+
+    One parameter at a time stands in host memory and goes to its devices. Raises ValueError as a conversion would.
+    """
+    arrays, static = eqx.partition(abstract_model(config), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    shardings = _shardings(plan, arrays)
+    parameters = match(source, config, None if dtype is None else DTYPES[dtype])
+    placed = {}
+    with byte_progress() as progress:
+        total = sum(parameter.nbytes for parameter in parameters.values())
+        task = progress.add_task("loading", total=total)
+        for name, parameter in parameters.items():
+            placed[name] = _place(parameter, shardings[name], lambda count: progress.advance(task, count))
+    structure = jax.tree.structure(arrays)
+    return eqx.combine(jax.tree.unflatten(structure, [placed[name] for name in shardings]), static)
+
+
+def _shardings(plan: Plan, arrays: Transformer) -> dict[str, jax.sharding.NamedSharding]:
+    """The shardings of a model's parameters by their paths."""
+    return {name: leaf.sharding for name, leaf in named_leaves(plan.abstract(arrays, "parameters")).items()}
+
+
+def _place(parameter: Parameter, sharding: jax.sharding.NamedSharding, advance: Callable[[int], None]) -> jax.Array:
+    array = np.empty(parameter.shape, parameter.dtype)
+    fill(parameter, array, advance)
+    # Waits: the next parameter takes the place of this one in host memory.
+    return jax.block_until_ready(jax.device_put(array, sharding))
+
+
+def _tokenizer_of(source: Source) -> Tokenizer:
+    with TemporaryDirectory() as scratch:
+        _save_tokenizer_of(source, Path(scratch))
+        return Tokenizer.from_folder(Path(scratch), origin=source.fields.name)
+
+
+def _copy_tokenizer(checkpoint: Path, folder: Path) -> None:
+    Tokenizer.load(checkpoint)
+    shutil.copytree(checkpoint / TOKENIZER, folder, dirs_exist_ok=True)
+
+
+def _save_tokenizer_of(source: Source, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not source.save_tokenizer(folder):
+        raise ValueError(f"{source.fields.name} has no tokenizer beside it: text goes through one")

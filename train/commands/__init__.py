@@ -1,0 +1,1 @@
+"""The commands `treering train` and `treering plot`."""

@@ -1,0 +1,1 @@
+"""A training run: its loop, folder, checkpoints, metrics, and what watches it."""
