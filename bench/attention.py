@@ -128,17 +128,17 @@ def devices_beside_one(lengths: list[int], rounds: int, figures: dict[str, float
     return rows
 
 
-def computed_pairs(mesh: Any, order: Any, mask: Any, share: int, segments: Any = None) -> Any:
+def computed_pairs(mesh: Any, order: Any, mask: Any, local_seq: int, segments: Any = None) -> Any:
     """Pairs of a query and a key that each device of a ring computes for one head: `[context]`.
 
-    All pairs of each tile that it visits count. `segments` are `[1 context*share]`, in `order`.
+    All pairs of each tile that it visits count. `segments` are `[1 context*local_seq]`, in `order`.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import PartitionSpec
 
-    from treering.layers.attention.distributed.ring_schedule import Steps
+    from treering.layers.attention.distributed.ring_schedule import RingSchedule
     from treering.layers.attention.distributed.token_layout import Tokens
     from treering.layers.attention.kernels.xla import computed_pairs as in_kernel
     from treering.layers.attention.varying import vary_over
@@ -147,7 +147,7 @@ def computed_pairs(mesh: Any, order: Any, mask: Any, share: int, segments: Any =
         tokens = Tokens.of_device(
             "context",
             batch=1,
-            share=share,
+            local_seq=local_seq,
             order=order,
             length=None,
             positions=None,
@@ -155,12 +155,12 @@ def computed_pairs(mesh: Any, order: Any, mask: Any, share: int, segments: Any =
             segments=segments,
             kv_segments=kv_segments,
         )
-        steps = Steps(tokens, mask, "context", share)
+        steps = RingSchedule(tokens, mask, "context", local_seq)
         total = jnp.zeros(1, jnp.int32)
         for step in range(mesh.shape["context"]):
             part = steps.first() if step == 0 else steps.later(step)
-            q = jax.eval_shape(part.queries, jax.ShapeDtypeStruct((1, 1, 1, share, 1), jnp.float32))
-            kv = jax.eval_shape(part.keys, jax.ShapeDtypeStruct((2, 1, 1, share, 1), jnp.float32))
+            q = jax.eval_shape(part.queries, jax.ShapeDtypeStruct((1, 1, 1, local_seq, 1), jnp.float32))
+            kv = jax.eval_shape(part.keys, jax.ShapeDtypeStruct((2, 1, 1, local_seq, 1), jnp.float32))
             total += in_kernel(q.shape, kv.shape[3], part.pairs, mask) * q.shape[0]
         return vary_over(frozenset({"context"}), total)
 
@@ -169,7 +169,7 @@ def computed_pairs(mesh: Any, order: Any, mask: Any, share: int, segments: Any =
     return np.asarray(jax.jit(run)(segments, segments))
 
 
-def balance(share: int, figures: dict[str, float]) -> list[tuple]:
+def balance(local_seq: int, figures: dict[str, float]) -> list[tuple]:
     """Rows of the table: the busiest device's pairs over the mean, and all pairs over those of causal attention."""
     import jax
     import jax.numpy as jnp
@@ -180,7 +180,7 @@ def balance(share: int, figures: dict[str, float]) -> list[tuple]:
     from treering.layers.attention.order import to_order
 
     mesh = jax.make_mesh((DEVICES,), ("context",), axis_types=(AxisType.Auto,))
-    tokens = share * DEVICES
+    tokens = local_seq * DEVICES
     rng = np.random.default_rng(0)
     cuts = {
         "causal": np.array([], int),
@@ -192,7 +192,7 @@ def balance(share: int, figures: dict[str, float]) -> list[tuple]:
         for what, starts in cuts.items():
             segments = 1 + (np.arange(tokens)[:, None] >= starts).sum(1).astype(np.int32)
             given = jnp.asarray(to_order(segments[None], order, DEVICES)) if len(starts) else None
-            pairs = computed_pairs(mesh, order, Mask(), share, given)
+            pairs = computed_pairs(mesh, order, Mask(), local_seq, given)
             causal = tokens * (tokens + 1) / 2
             rows.append((order, what, f"{pairs.max() / pairs.mean():.3f}", f"{pairs.sum() / causal:.3f}"))
             figures[f"{order} {what}, busiest over mean"] = float(pairs.max() / pairs.mean())
@@ -239,7 +239,7 @@ def main() -> None:
             over_devices,
         ),
         "",
-        f"## Pairs that {DEVICES} devices of a ring compute, 2048 tokens each",
+        f"## BlockMask that {DEVICES} devices of a ring compute, 2048 tokens each",
         "",
         *table(("order", "row", "busiest over mean", "all over causal's"), balance(2048, figures)),
     ]

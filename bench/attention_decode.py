@@ -39,20 +39,20 @@ def programs(tokens: int) -> dict:
         return program, args
 
     def paper(q, k, v):
-        def island(q, k, v):
+        def per_device(q, k, v):
             part = local_attention(q, k, v, mask=ALL_KEYS, out_dtype=jnp.float32)
             return three_all_reduces(part, "context").out
 
-        return jax.shard_map(island, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=PartitionSpec())(
+        return jax.shard_map(per_device, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=PartitionSpec())(
             q, k, v
         )
 
     def ring(q, kv):
-        def island(q, kv):
+        def per_device(q, kv):
             return ring_decode(q, kv, "context").out[None]
 
         return jax.shard_map(
-            island,
+            per_device,
             mesh=mesh,
             in_specs=(PartitionSpec(), PartitionSpec(None, None, "context")),
             out_specs=PartitionSpec("context"),

@@ -49,7 +49,7 @@ def plain_attention(
 
 def ring_decode(
     q: Float[Array, "batch seq heads head_dim"],
-    kv: Float[Array, "2 batch share kv_heads head_dim"],
+    kv: Float[Array, "2 batch local_seq kv_heads head_dim"],
     axis: str,
 ) -> Partial:
     """Queries that every device holds meet the keys and values of all devices in turn, inside `shard_map`.

@@ -18,7 +18,7 @@ from bench.report import publish, table, versions
 from treering.configs.mesh import MeshConfig
 from treering.configs.precision import Precision
 from treering.infer.engine import Engine
-from treering.infer.rows import EngineState
+from treering.infer.sequence_state import EngineState
 from treering.layers.parallel.devices import plan_for
 from treering.models.checkpoint.model import load_model, named_leaves
 from treering.models.families import families

@@ -30,7 +30,7 @@ def ours(model_config, remat: Any, tokens: int) -> Callable[[], None]:
     from treering.configs.train import OptimizerConfig, StepConfig
     from treering.layers.parallel.devices import plan_for
     from treering.models.families.registry import families
-    from treering.train.data.batch import Batch, place
+    from treering.train.data.batch import Batch, shard_batch
     from treering.train.step import init_state, step_program
 
     plan = plan_for(MeshConfig(), "train", fill="fsdp")
@@ -40,7 +40,7 @@ def ours(model_config, remat: Any, tokens: int) -> Callable[[], None]:
     program = step_program(state, step, optimizer, plan, steps=10_000, batch=1, seq=tokens)
     ids = np.random.default_rng(0).integers(0, model_config.vocab, (1, tokens + 1)).astype(np.int32)
     ones = np.ones((1, tokens), np.int32)
-    batch = place(Batch(ids[:, :-1], ids[:, 1:], np.arange(tokens, dtype=np.int32)[None], ones), plan)
+    batch = shard_batch(Batch(ids[:, :-1], ids[:, 1:], np.arange(tokens, dtype=np.int32)[None], ones), plan)
 
     def run() -> None:
         nonlocal state

@@ -33,8 +33,8 @@ def llama_3_1_8b_256k() -> RunConfig:
 
     treering train llama_3_1_8b_256k
     """
-    start = "checkpoints/llama-3.1-8b"
-    return _run("llama_3_1_8b_256k", _longer(2), start, 262144, MeshConfig(fsdp=1, context=16), parts=4)
+    init_from = "checkpoints/llama-3.1-8b"
+    return _run("llama_3_1_8b_256k", _longer(2), init_from, 262144, MeshConfig(fsdp=1, context=16), parts=4)
 
 
 def llama_3_1_8b_512k() -> RunConfig:
@@ -46,8 +46,8 @@ def llama_3_1_8b_512k() -> RunConfig:
 
     treering train llama_3_1_8b_512k
     """
-    start = "runs/llama_3_1_8b_256k"
-    return _run("llama_3_1_8b_512k", _longer(4), start, 524288, MeshConfig(fsdp=1, context=32), parts=2)
+    init_from = "runs/llama_3_1_8b_256k"
+    return _run("llama_3_1_8b_512k", _longer(4), init_from, 524288, MeshConfig(fsdp=1, context=32), parts=2)
 
 
 def llama_3_1_70b_128k() -> RunConfig:
@@ -75,12 +75,12 @@ def _longer(growth: int) -> LlamaConfig:
     return dataclasses.replace(model, context_length=growth * model.context_length, rope=rope)
 
 
-def _run(name: str, model: LlamaConfig, start: str, window: int, mesh: MeshConfig, *, parts: int) -> RunConfig:
+def _run(name: str, model: LlamaConfig, init_from: str, window: int, mesh: MeshConfig, *, parts: int) -> RunConfig:
     """A run of 400 steps of about a million tokens; each part of a batch has one row on each of fsdp's devices."""
     return RunConfig(
         folder=f"runs/{name}",
         model=model,
-        start=start,
+        init_from=init_from,
         data=DataConfig(
             sources=(Source(path=BOOKS),),
             held_out=(Source(path=BOOKS, split="validation"),),

@@ -76,7 +76,7 @@ def tiny_longer() -> RunConfig:
     return dataclasses.replace(
         shorter,
         folder="runs/tiny_longer",
-        start="runs/tiny_from_scratch",
+        init_from="runs/tiny_from_scratch",
         model=dataclasses.replace(shorter.model, context_length=2048, rope=DefaultRope(theta=40_000.0)),
         data=dataclasses.replace(
             shorter.data,
@@ -96,17 +96,17 @@ def tiny_longer() -> RunConfig:
     )
 
 
-def fine_tune(start: str, model: ModelConfig) -> RunConfig:
+def fine_tune(init_from: str, model: ModelConfig) -> RunConfig:
     """Fine-tunes weights that you have on text that you have, on as many devices as there are.
 
     The weights may be a checkpoint, a Hugging Face folder or a GGUF file; the model is theirs. For a longer context,
     raise model.context-length, model.rope.theta and data.window. Documents are the rows of the column text.
 
-    treering train fine_tune --start path/to/Llama-3.2-1B --data.sources.0.path documents.jsonl
+    treering train fine_tune --init-from path/to/Llama-3.2-1B --data.sources.0.path documents.jsonl
     """
     return RunConfig(
         folder="runs/fine_tune",
-        start=start,
+        init_from=init_from,
         model=model,
         data=DataConfig(sources=(Source(path="documents.jsonl"),), window=min(model.context_length, 4096), batch=8),
         steps=1000,
@@ -130,4 +130,4 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
         llama_3_1_70b_128k,
     )
 }
-"""What `treering train` knows by name. A recipe with parameters is given what `--start` names, and the model there."""
+"""What `treering train` knows by name. A recipe with parameters gets what `--init-from` names, and the model there."""

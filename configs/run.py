@@ -102,7 +102,7 @@ class WatchConfig:
             raise ValueError(f"watch.profile {self.profile}: it is a first step, from 1 on, and a later one")
 
 
-FREE = (
+MAY_CHANGE = (
     *("folder", "mesh", "cpu_devices", "distributed", "stop_at", "checkpoint", "evaluate", "watch"),
     *("data.cache", "data.held_out"),
     *("step.attention", "step.remat", "step.accumulation", "step.loss_chunk"),
@@ -122,10 +122,10 @@ class RunConfig:
     """Length of the run, and of its learning-rate schedule."""
     seed: int = 0
     """Of the initial weights and the order of the data."""
-    start: str | None = None
+    init_from: str | None = None
     """Start from these weights: a checkpoint, a Hugging Face folder, a GGUF file, or another run's folder (its newest
     checkpoint)."""
-    go_on_from: str | None = None
+    resume_from: str | None = None
     """Go on from the newest checkpoint of another run's folder: weights, optimizer, step and place in the data."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     step: StepConfig = field(default_factory=StepConfig)
@@ -147,23 +147,29 @@ class RunConfig:
             raise ValueError(f"stop_at is {self.stop_at}: it is a step from 1 to {self.steps}")
         if self.watch.profile is not None and self.watch.profile[1] > self.steps:
             raise ValueError(f"watch.profile {self.watch.profile} ends beyond the run's {self.steps} steps")
-        if self.start is not None and self.go_on_from is not None:
-            raise ValueError("start and go_on_from are both given: a run starts from weights, or goes on from a run")
+        if self.init_from is not None and self.resume_from is not None:
+            raise ValueError(
+                "init_from and resume_from are both given: a run starts from weights, or continues another run"
+            )
         if self.data.window > self.model.context_length:
             raise ValueError(
                 f"data.window {self.data.window} is beyond model.context_length {self.model.context_length}: "
                 "raise the latter (and the rotary settings with it), or shorten the window"
             )
 
-    def fixed(self) -> dict[str, Any]:
+    def resume_invariant(self) -> dict[str, Any]:
         """What must be the same when the run is resumed, flat: dotted names and values."""
-        return fixed(flat(self))
+        return resume_invariant(flat(self))
 
 
-def fixed(fields: dict[str, Any]) -> dict[str, Any]:
+def resume_invariant(fields: dict[str, Any]) -> dict[str, Any]:
     """Of a run's flat fields, those that may not change when it is resumed."""
-    free = tuple(name + "." for name in FREE)
+    free = tuple(name + "." for name in MAY_CHANGE)
     return {name: value for name, value in fields.items() if not f"{name}.".startswith(free)}
+
+
+RENAMED = {"start": "init_from", "go_on_from": "resume_from"}
+"""Fields as runs that began under earlier versions name them, and their names now."""
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

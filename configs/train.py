@@ -70,7 +70,7 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.clip_norm {self.clip_norm}: it must be above 0 (None for no clipping)")
 
 
-Attention = Literal["ring", "gather"]
+ContextParallel = Literal["ring", "gather"]
 Remat = Literal["none", "attention", "full"]
 
 
@@ -80,7 +80,7 @@ class StepConfig:
 
     precision: Precision = field(default_factory=lambda: Precision(compute="bfloat16"))
     """bfloat16 activations over float32 parameters, gradients summed in float32."""
-    attention: Attention = "ring"
+    attention: ContextParallel = "ring"
     """How attention spans the context axis: keys travel around it, or every device gathers them."""
     remat: Remat = "attention"
     """What the backward pass computes again. none: nothing, all activations stay in memory. attention: all but

@@ -46,7 +46,7 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.tokenizer.encode_chat(messages)
         if self._before:
-            prompt = self._before + self.tokenizer.going_on(prompt)
+            prompt = self._before + self.tokenizer.without_bos(prompt)
         capacity = self.scheduler.engine.capacity
         if len(prompt) >= capacity:
             raise ValueError(f"the conversation has {len(prompt)} tokens and {capacity} fit: /reset begins anew")

@@ -59,5 +59,5 @@ def choose_chunks(model: Transformer, plan: Plan, capacity: int) -> Chunks:
     least = max(-(-weights // (4 * config.layers * config.embed)), PREFILL_CHUNKS[-1])
     if devices == 1 or not weights or capacity < least:
         return Chunks()
-    share = 1 << (-(-least // devices) - 1).bit_length()
-    return Chunks(share * devices, least)
+    local_seq = 1 << (-(-least // devices) - 1).bit_length()
+    return Chunks(local_seq * devices, least)

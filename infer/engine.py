@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from treering.configs.precision import Precision
 from treering.infer.chunks import Chunks, choose_chunks
-from treering.infer.rows import EngineState, Rows, at_rows, set_rows
 from treering.infer.sampling import Kind, draw, log_probabilities
-from treering.layers.attention.order import dealt_places, dealt_tokens
-from treering.layers.nn.attention import Context
-from treering.layers.nn.gathered_weight import lower, trained
+from treering.infer.sequence_state import EngineState, SequenceState, at_rows, set_rows
+from treering.layers.attention.order import striped_slot_of, striped_token_at
+from treering.layers.nn.attention import ForwardInfo
+from treering.layers.nn.gathered_weight import cast_matrices, gather_on_use
 from treering.layers.operations.paged import PagedAttention
 from treering.layers.operations.pool import DecodeState
 from treering.layers.parallel.program import Program
@@ -36,7 +36,7 @@ MAX_STEPS = 8
 """Tokens that one call of `decode` draws in each row at most."""
 
 
-def run(
+def append_tokens(
     model: Transformer,
     cache: DecodeState,
     index: Int[Array, "batch"],
@@ -57,19 +57,19 @@ def run(
     """
     lengths, seq = cache.lengths[index], tokens.shape[1]
     devices = plan.size(*plan.axes("seq", seq))
-    steps = dealt_tokens(lengths, devices, seq)
+    steps = striped_token_at(lengths, devices, seq)
     if plan.table == "prefill":
-        model = trained(lower(model, jnp.dtype(precision.compute)), None, plan)
+        model = gather_on_use(cast_matrices(model, jnp.dtype(precision.compute)), None, plan)
         tokens = jnp.take_along_axis(tokens, steps, axis=1)
     positions = jnp.where(steps < count[:, None], lengths[:, None] + steps, -1)
-    context = Context(positions, None, PagedAttention(cache.table[index], fresh), plan)
+    info = ForwardInfo(positions, None, PagedAttention(cache.table[index], fresh), plan)
     with jax.default_matmul_precision(precision.matmul):
-        hidden, pools = model(tokens, context, cache.pools, dtype=jnp.dtype(precision.compute))
-        last = dealt_places(lengths, devices, seq, jnp.maximum(count - 1, 0))[:, None, None]
-        logits = model.unembed(jnp.take_along_axis(hidden, last, axis=1), context)[:, 0]
+        hidden, pools = model(tokens, info, cache.pools, dtype=jnp.dtype(precision.compute))
+        last = striped_slot_of(lengths, devices, seq, jnp.maximum(count - 1, 0))[:, None, None]
+        logits = model.unembed(jnp.take_along_axis(hidden, last, axis=1), info)[:, 0]
         scores = None
         if targets is not None:
-            table = model.unembed(hidden, context).reshape(targets.size, -1)
+            table = model.unembed(hidden, info).reshape(targets.size, -1)
             scores = log_probabilities(table, targets.reshape(-1), top)
             scores = jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[1:]), scores)
     return logits, DecodeState(pools, cache.table, cache.lengths.at[index].add(count)), scores
@@ -140,7 +140,7 @@ class Engine:
                 table=jnp.where(pages < self.group_pages, pages, 0),
                 lengths=jnp.zeros(self.batch, jnp.int32),
             ),
-            rows=Rows.empty(self.batch, config.vocab),
+            rows=SequenceState.empty(self.batch, config.vocab),
         )
 
     def empty_state(self) -> EngineState:
@@ -159,7 +159,7 @@ class Engine:
 
     # Programs.
 
-    def _placed(self, state: EngineState) -> EngineState:
+    def _constrain(self, state: EngineState) -> EngineState:
         """States leave a program as they entered it: the next call takes them as they are."""
         return jax.tree.map(jax.lax.with_sharding_constraint, state, self.plan.shardings(state, "activations"))
 
@@ -179,7 +179,7 @@ class Engine:
         """`(model, state, index [rows], tokens [rows chunk], count [rows]) -> (state, logits [rows vocab])`.
 
         `fresh` says that the rows hold nothing yet, which a long chunk makes use of. A short chunk with `top` takes
-        `targets [rows chunk]` besides, and returns besides their log-probabilities and as many alternatives, as `run`.
+        `targets [rows chunk]` besides, and returns besides their log-probabilities and as many alternatives.
         """
         assert top is None or chunk != self.chunks.long, "the vocabulary and a long chunk are split over one axis"
         spread = chunk == self.chunks.long
@@ -187,14 +187,16 @@ class Engine:
         fresh = fresh and spread
 
         def append(model, state, index, tokens, count):
-            logits, cache, _ = run(model, state.cache, index, tokens, count, plan, self.precision, fresh=fresh)
-            return self._placed(EngineState(cache, state.rows)), logits
+            logits, cache, _ = append_tokens(
+                model, state.cache, index, tokens, count, plan, self.precision, fresh=fresh
+            )
+            return self._constrain(EngineState(cache, state.rows)), logits
 
         def append_scored(model, state, index, tokens, count, targets):
-            logits, cache, scores = run(
+            logits, cache, scores = append_tokens(
                 model, state.cache, index, tokens, count, plan, self.precision, targets=targets, top=top or 0
             )
-            return self._placed(EngineState(cache, state.rows)), logits, scores
+            return self._constrain(EngineState(cache, state.rows)), logits, scores
 
         shapes = self._some(rows), self._some(rows, chunk), self._some(rows)
         if top is None:
@@ -215,7 +217,7 @@ class Engine:
             state = EngineState(state.cache, set_rows(state.rows, kept, rows.take(token, done)))
             logprobs = None if top is None else log_probabilities(logits, token, top)
             drawn = Drawn(jnp.where(done, token, -1), logprobs)
-            return self._placed(state), jax.tree.map(lambda leaf: leaf[None], drawn)
+            return self._constrain(state), jax.tree.map(lambda leaf: leaf[None], drawn)
 
         logits = jax.ShapeDtypeStruct(
             (self.groups, self.model.config.vocab),
@@ -234,13 +236,13 @@ class Engine:
         def step(model, i, state, drawn):
             live = state.rows.live
             index = jnp.arange(self.batch)
-            logits, cache, _ = run(
+            logits, cache, _ = append_tokens(
                 model, state.cache, index, state.rows.token[:, None], live.astype(jnp.int32), self.plan, self.precision
             )
             token = draw(logits, state.rows.sampling, state.rows.drawn, kind, self.plan)
             new = Drawn(jnp.where(live, token, -1), None if top is None else log_probabilities(logits, token, top))
             drawn = jax.tree.map(lambda all, one: all.at[i].set(one), drawn, new)
-            return i + 1, self._placed(EngineState(cache, state.rows.take(token, live))), drawn
+            return i + 1, self._constrain(EngineState(cache, state.rows.take(token, live))), drawn
 
         def decode(model, state, steps):
             shape = (MAX_STEPS, self.batch)
@@ -260,8 +262,8 @@ class Engine:
         return self._program(("decode", kind, top), decode, self._some())
 
     def admit_program(self) -> Program:
-        """`(model, state, row, length, pages [row_pages], Rows of one) -> state`: the row has these pages, whose first
-        `length` tokens are its own."""
+        """`(model, state, row, length, pages [row_pages], SequenceState of one) -> state`: the row has these pages,
+        whose first `length` tokens are its own."""
 
         def admit(model, state, row, length, pages, new):
             cache = DecodeState(
@@ -269,7 +271,7 @@ class Engine:
                 state.cache.table.at[row].set(pages),
                 state.cache.lengths.at[row].set(length),
             )
-            return self._placed(EngineState(cache, set_rows(state.rows, row[None], new)))
+            return self._constrain(EngineState(cache, set_rows(state.rows, row[None], new)))
 
         one = jax.tree.map(
             lambda leaf: self._some(1, *leaf.shape[1:], dtype=leaf.dtype), eqx.filter_eval_shape(self._make_state).rows
@@ -281,7 +283,7 @@ class Engine:
 
         def copy(model, state, source, target):
             pools = tuple(pool.with_copies(source, target, self.plan) for pool in state.cache.pools)
-            return self._placed(eqx.tree_at(lambda state: state.cache.pools, state, pools))
+            return self._constrain(eqx.tree_at(lambda state: state.cache.pools, state, pools))
 
         return self._program(("copy",), copy, self._some(self.groups), self._some(self.groups))
 
@@ -290,7 +292,7 @@ class Engine:
 
         def release(model, state, row):
             rows = eqx.tree_at(lambda rows: rows.live, state.rows, state.rows.live.at[row].set(False))
-            return self._placed(EngineState(state.cache, rows))
+            return self._constrain(EngineState(state.cache, rows))
 
         return self._program(("release",), release, self._some())
 

@@ -11,7 +11,7 @@ from treering.configs.model import ModelConfig
 from treering.configs.precision import Precision
 from treering.infer.engine import Engine
 from treering.infer.request import Session
-from treering.infer.saved_cache import Reader, SavedCache, load_cache, save_cache
+from treering.infer.saved_cache import ModelIdentity, SavedCache, load_cache, save_cache
 from treering.infer.scheduler import Scheduler
 from treering.layers.parallel.devices import describe, plan_for, simulate_cpu_devices
 from treering.layers.parallel.sharding import Plan
@@ -35,7 +35,7 @@ class Loaded:
     tokenizer: Tokenizer
     plan: Plan
     precision: Precision
-    reader: Reader | None
+    identity: ModelIdentity | None
     """What its caches belong to, where the fingerprint of its weights was asked for."""
 
     def engine(self, *, rows: int, capacity: int) -> Engine:
@@ -47,7 +47,7 @@ class Loaded:
         return engine
 
 
-def place(config: ModelConfig, options: DeviceOptions) -> tuple[Plan, Precision]:
+def make_plan(config: ModelConfig, options: DeviceOptions) -> tuple[Plan, Precision]:
     """The mesh and the dtypes that the options ask for; raises ValueError where they do not fit the model."""
     if options.cpu_devices is not None:
         simulate_cpu_devices(options.cpu_devices)
@@ -71,7 +71,7 @@ def load(
     The weights' fingerprint takes another pass over them. Raises ValueError where `saved` is of another model, dtype or
     weights.
     """
-    plan, precision = place(opened.config, options)
+    plan, precision = make_plan(opened.config, options)
     if saved is not None:
         saved.check_model(opened.config, opened.name)
         saved.check_dtype(precision.cache)
@@ -88,8 +88,8 @@ def load(
         model = model.unrolled(rows=rows if one_cpu else 1)
     say(f"weights loaded in {time.perf_counter() - started:.1f} s, {precision.params}")
     whose = {"checkpoint": opened.name, "weights": weights, "dtype": precision.cache}
-    reader = Reader.of(opened.config, **whose) if hashed else None
-    return Loaded(model, tokenizer, plan, precision, reader)
+    identity = ModelIdentity.of(opened.config, **whose) if hashed else None
+    return Loaded(model, tokenizer, plan, precision, identity)
 
 
 def restore(saved: SavedCache, scheduler: Scheduler) -> Session:
@@ -101,10 +101,10 @@ def restore(saved: SavedCache, scheduler: Scheduler) -> Session:
     return session
 
 
-def keep(folder: str, scheduler: Scheduler, session: Session, reader: Reader | None) -> None:
+def keep(folder: str, scheduler: Scheduler, session: Session, identity: ModelIdentity | None) -> None:
     """`save_cache`; says what it was and the time it took."""
-    assert reader is not None, "loaded without a fingerprint"
+    assert identity is not None, "loaded without a fingerprint"
     started = time.perf_counter()
-    size = save_cache(folder, scheduler, session, reader)
+    size = save_cache(folder, scheduler, session, identity)
     took = time.perf_counter() - started
     say(f"{len(session.tokens)} tokens saved in {folder}: {size:,} bytes in {took:.1f} s")

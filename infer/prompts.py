@@ -22,13 +22,13 @@ from treering.infer.answer import Answer, joint_record
 from treering.infer.load import load, restore, say
 from treering.infer.saved_cache import SavedCache, read_saved_cache
 from treering.infer.scheduler import Scheduler
-from treering.models.checkpoint.atomic_folder import alone_in
+from treering.models.checkpoint.atomic_folder import exclusive_lock
 from treering.models.conversion.load import open_model
 from treering.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PromptLine:
     """What one line of a file of prompts asks for."""
 
     tokens: list[int]
@@ -65,9 +65,9 @@ def generate_file(options: GenerateOptions) -> None:
     prompts = read_prompts(Path(options.prompts), tokenizer, options, config.context_length - len(before))
     output = Path(options.output)
     model = [opened.identity, options.dtype]
-    beginnings = [_beginning(number, asked.hash(model, saved), asked) for number, asked in enumerate(prompts)]
+    headers = [output_header(number, asked.hash(model, saved), asked) for number, asked in enumerate(prompts)]
     check_writable(output)
-    done, _ = read_done(output, beginnings)
+    done, _ = read_done(output, headers)
     todo = [number for number in range(len(prompts)) if number not in done]
     if not todo:
         say(f"all {len(prompts)} answers are in {output}")
@@ -79,41 +79,41 @@ def generate_file(options: GenerateOptions) -> None:
     scheduler = Scheduler(loaded.engine(rows=rows, capacity=capacity))
     if saved is not None:
         scheduler.release(restore(saved, scheduler))
-    following: dict[int, tuple[int, Answer]] = {}
+    active: dict[int, tuple[int, Answer]] = {}
     answers: dict[int, list[Answer]] = {}
     waiting = deque(todo)
     columns = TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     started, tokens = time.perf_counter(), 0
     with (
-        _alone_behind(output, beginnings, done) as file,
+        _locked_output(output, headers, done) as file,
         Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar,
     ):
         task = bar.add_task("", total=len(todo), rate="")
-        while waiting or following:
+        while waiting or active:
             # Few at a time, since each holds all of its prompt.
-            while waiting and len(following) < 2 * rows:
+            while waiting and len(active) < 2 * rows:
                 number = waiting.popleft()
                 asked = prompts[number]
                 prompt = before + asked.tokens
                 answers[number] = [Answer(tokenizer, one, len(prompt)) for one in asked.requests]
                 for answer in answers[number]:
                     submitted = scheduler.submit(prompt, answer.config, end_ids=tokenizer.end_ids)
-                    following[submitted] = number, answer
+                    active[submitted] = number, answer
             for event in scheduler.step():
-                number, answer = following[event.request]
+                number, answer = active[event.request]
                 ended = answer.finish_reason is not None
                 answer.follow(event, scheduler)
                 tokens += event.token is not None
                 if event.finish_reason is not None:
-                    del following[event.request]
+                    del active[event.request]
                 if ended or any(one.finish_reason is None for one in answers[number]):
                     continue
-                file.write(json.dumps(beginnings[number] | joint_record(answers.pop(number))) + "\n")
+                file.write(json.dumps(headers[number] | joint_record(answers.pop(number))) + "\n")
                 file.flush()
                 bar.update(task, advance=1, rate=f"{tokens / (time.perf_counter() - started):.1f} tokens/s")
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer, options: GenerateOptions, room: int) -> list[Asked]:
+def read_prompts(path: Path, tokenizer: Tokenizer, options: GenerateOptions, room: int) -> list[PromptLine]:
     """What each line of the file asks for; `options` hold where it does not say.
 
     Raises ValueError naming a line that is no prompt, or one of more than `room` tokens.
@@ -154,7 +154,7 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
 """For the kinds of those options: how it is called, whether a JSON value is one, and what makes it one."""
 
 
-def _read_prompt(line: str, tokenizer: Tokenizer, options: GenerateOptions) -> Asked:
+def _read_prompt(line: str, tokenizer: Tokenizer, options: GenerateOptions) -> PromptLine:
     try:
         entry: Any = json.loads(line, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
@@ -172,8 +172,8 @@ def _read_prompt(line: str, tokenizer: Tokenizer, options: GenerateOptions) -> A
     if options.prompt_logprobs and options.load_cache is not None:
         raise ValueError("prompt_logprobs goes without --load-cache: what it holds is not read again")
     tokens = _encode(entry, tokenizer, options.chat)
-    return Asked(
-        tokens=tokens if options.load_cache is None else tokenizer.going_on(tokens),
+    return PromptLine(
+        tokens=tokens if options.load_cache is None else tokenizer.without_bos(tokens),
         requests=options.request().samples(options.n),
         name={"id": entry["id"]} if "id" in entry else {},
     )
@@ -191,9 +191,9 @@ def _own_option(name: str, value: Any) -> Any:
     if name not in _OWN:
         names = '", "'.join(_OWN)
         raise ValueError(f'its "{name}" would change nothing: beside its text it may hold "id", "{names}"')
-    told, fits, make = _KINDS[get_type_hints(GenerateOptions)[name]]
+    message, fits, make = _KINDS[get_type_hints(GenerateOptions)[name]]
     if not fits(value):
-        raise ValueError(f'its "{name}" is {json.dumps(value):.80}: it must be {told}')
+        raise ValueError(f'its "{name}" is {json.dumps(value):.80}: it must be {message}')
     return make(value)
 
 
@@ -213,7 +213,7 @@ def _encode(entry: dict[str, Any], tokenizer: Tokenizer, chat: bool) -> list[int
     return tokenizer.encode_chat(messages)
 
 
-def _beginning(number: int, request_hash: str, asked: Asked) -> dict[str, Any]:
+def output_header(number: int, request_hash: str, asked: PromptLine) -> dict[str, Any]:
     """What a line of the output says of its question, before the answer."""
     return {"index": number, **asked.name, "request_hash": request_hash}
 
@@ -228,7 +228,7 @@ def check_writable(output: Path) -> None:
         raise ValueError(f"{output} cannot be written: it is not yours to write to")
 
 
-def read_done(output: Path, beginnings: list[dict[str, Any]]) -> tuple[set[int], int]:
+def read_done(output: Path, headers: list[dict[str, Any]]) -> tuple[set[int], int]:
     """Numbers of the questions that `output` answers, and the bytes of those answers: a line that was broken off may
     follow. Raises ValueError for a file that holds anything else."""
     if not output.exists():
@@ -243,28 +243,28 @@ def read_done(output: Path, beginnings: list[dict[str, Any]]) -> tuple[set[int],
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{output} is not a file of answers: choose another --output") from None
-        if not 0 <= number < len(beginnings) or said != beginnings[number]["request_hash"]:
+        if not 0 <= number < len(headers) or said != headers[number]["request_hash"]:
             raise ValueError(
                 f"{output} answers other prompts, or by another model or other options: choose another --output"
             )
         done.add(number)
-    expected = [json.dumps(one).removesuffix("}").encode() for one in beginnings]
+    expected = [json.dumps(one).removesuffix("}").encode() for one in headers]
     if cut and not any(cut.startswith(one) or one.startswith(cut) for one in expected):
         raise ValueError(f"{output} is not a file of answers: choose another --output, or end its last line")
     return done, len(whole + newline)
 
 
 @contextlib.contextmanager
-def _alone_behind(output: Path, beginnings: list[dict[str, Any]], done: set[int]) -> Iterator[TextIO]:
+def _locked_output(output: Path, headers: list[dict[str, Any]], done: set[int]) -> Iterator[TextIO]:
     """`output`, to add answers behind those of `done`, while no other process does; what was broken off is removed.
 
     Raises ValueError where another process does, or did since `done` was read.
     """
     with (
         output.open("a") as file,
-        alone_in(output, f"another process writes {output}: wait for it, or choose another --output"),
+        exclusive_lock(output, f"another process writes {output}: wait for it, or choose another --output"),
     ):
-        now, length = read_done(output, beginnings)
+        now, length = read_done(output, headers)
         if now != done:
             raise ValueError(f"another process has written {output} meanwhile: the same command goes on from there")
         file.truncate(length)

@@ -138,7 +138,7 @@ def argmax(scores: Float[Array, "batch vocab"], plan: Plan) -> Int[Array, "batch
     axes = plan.axes("vocab", scores.shape[-1])
     rows = plan.spec("batch", scores.shape[:1])
 
-    def island(local):
+    def per_device(local):
         best = jnp.argmax(local, axis=-1)
         value = jnp.take_along_axis(local, best[:, None], axis=-1)[:, 0].astype(jnp.float32)
         token = (best + lax.axis_index(axes) * local.shape[-1]).astype(jnp.int32)
@@ -150,7 +150,7 @@ def argmax(scores: Float[Array, "batch vocab"], plan: Plan) -> Int[Array, "batch
 
     if not axes:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    return jax.shard_map(island, mesh=plan.mesh, in_specs=PartitionSpec(*rows, axes), out_specs=rows)(scores)
+    return jax.shard_map(per_device, mesh=plan.mesh, in_specs=PartitionSpec(*rows, axes), out_specs=rows)(scores)
 
 
 def log_probabilities(

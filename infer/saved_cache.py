@@ -25,7 +25,7 @@ import numpy as np
 from treering.configs.model import ModelConfig
 from treering.infer.request import Session
 from treering.infer.scheduler import Scheduler
-from treering.layers.operations.pool import NO_PAGE, PagePool, token_share
+from treering.layers.operations.pool import NO_PAGE, PagePool, token_divisor
 from treering.models.checkpoint.arrays import read_arrays, write_arrays
 from treering.models.checkpoint.atomic_folder import empty, partial_folder, written_beside
 from treering.models.checkpoint.hashing import fingerprint, hash_arrays
@@ -39,7 +39,7 @@ LAYERS = "layers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
+class ModelIdentity:
     """What reads texts: weights in a dtype. A cache is of use only to the one that made it."""
 
     checkpoint: str
@@ -51,9 +51,9 @@ class Reader:
     """Of keys and values."""
 
     @staticmethod
-    def of(config: ModelConfig, *, checkpoint: str, weights: str, dtype: str) -> "Reader":
+    def of(config: ModelConfig, *, checkpoint: str, weights: str, dtype: str) -> "ModelIdentity":
         """The one of a model on its devices."""
-        return Reader(checkpoint=checkpoint, config=describe_config(config), weights=weights, dtype=dtype)
+        return ModelIdentity(checkpoint=checkpoint, config=describe_config(config), weights=weights, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,35 +61,35 @@ class SavedCache:
     """What cache.json in `folder` says."""
 
     folder: Path
-    reader: Reader
+    identity: ModelIdentity
     tokens: list[int]
     fingerprint: str
     """Of tokens, keys and values."""
 
     def check_model(self, config: ModelConfig, checkpoint: str) -> None:
         """Raises ValueError naming what differs, where the model is another."""
-        theirs, ours = self.reader.config, describe_config(config)
+        theirs, ours = self.identity.config, describe_config(config)
         unlike = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
         if unlike:
-            told = "; ".join(f"{name} {theirs.get(name)} there, {ours.get(name)} in {checkpoint}" for name in unlike)
-            raise ValueError(f"{self.folder} is the cache of another model ({told}): {self._advice()}")
+            message = "; ".join(f"{name} {theirs.get(name)} there, {ours.get(name)} in {checkpoint}" for name in unlike)
+            raise ValueError(f"{self.folder} is the cache of another model ({message}): {self._advice()}")
 
     def check_dtype(self, dtype: str) -> None:
         """Raises ValueError where this run's cache has another dtype."""
-        if dtype != self.reader.dtype:
+        if dtype != self.identity.dtype:
             raise ValueError(
-                f"{self.folder} holds {self.reader.dtype} and this run computes in {dtype}: give --dtype "
-                f"{self.reader.dtype}"
+                f"{self.folder} holds {self.identity.dtype} and this run computes in {dtype}: give --dtype "
+                f"{self.identity.dtype}"
             )
 
     def check_weights(self, weights: str, checkpoint: str) -> None:
         """Raises ValueError where `weights` is not the fingerprint of those that read the text."""
-        if weights != self.reader.weights:
-            told = f"weights {self.reader.weights} there, {weights} in {checkpoint}"
-            raise ValueError(f"{self.folder} is the cache of other weights ({told}): {self._advice()}")
+        if weights != self.identity.weights:
+            message = f"weights {self.identity.weights} there, {weights} in {checkpoint}"
+            raise ValueError(f"{self.folder} is the cache of other weights ({message}): {self._advice()}")
 
     def _advice(self) -> str:
-        return f"load it with {self.reader.checkpoint}, which it was saved from, or save one anew with --save-cache"
+        return f"load it with {self.identity.checkpoint}, which it was saved from, or save one anew with --save-cache"
 
 
 def describe_config(config: ModelConfig) -> dict[str, Any]:
@@ -124,12 +124,12 @@ def read_saved_cache(folder: str | Path) -> SavedCache:
     if version != FORMAT:
         raise ValueError(f"{file} has format {version}: this version reads format {FORMAT}")
     try:
-        reader, tokens, files = Reader(**raw["reader"]), raw["tokens"], raw["files"]
-        if not (isinstance(reader.config, dict) and isinstance(files, dict)):
+        identity, tokens, files = ModelIdentity(**raw["reader"]), raw["tokens"], raw["files"]
+        if not (isinstance(identity.config, dict) and isinstance(files, dict)):
             raise TypeError("its fields are not of their kinds")
         if not (tokens and isinstance(tokens, list) and all(type(t) is int and 0 <= t < 2**31 for t in tokens)):
             raise ValueError(f"{file} is damaged: its tokens are no list of numbers")
-        saved = SavedCache(folder=folder, reader=reader, tokens=tokens, fingerprint=raw["fingerprint"])
+        saved = SavedCache(folder=folder, identity=identity, tokens=tokens, fingerprint=raw["fingerprint"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from None
     # Here, since it takes no time; what a file holds is compared when it is loaded.
@@ -174,7 +174,7 @@ def check_room(folder: str | Path, size: int) -> None:
         raise ValueError(f"{folder} would take {size:,} bytes of keys and values, and {free:,} are free there")
 
 
-def save_cache(folder: str | Path, scheduler: Scheduler, session: Session, reader: Reader) -> int:
+def save_cache(folder: str | Path, scheduler: Scheduler, session: Session, identity: ModelIdentity) -> int:
     """Writes what the session's row holds as a saved cache; returns the bytes of keys and values.
 
     The folder appears under its name when it is whole; one that could not be finished is removed. Raises what
@@ -205,7 +205,7 @@ def save_cache(folder: str | Path, scheduler: Scheduler, session: Session, reade
                 hashes |= walk.hashes(number, arrays)
             record = {
                 "format": FORMAT,
-                "reader": asdict(reader),
+                "reader": asdict(identity),
                 "fingerprint": _fingerprint(tokens, hashes),
                 "files": {str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()},
                 "tokens": tokens,
@@ -230,7 +230,7 @@ def load_cache(saved: SavedCache, scheduler: Scheduler) -> tuple[Session, int]:
         walk = _Walk(scheduler, session)
         shape = (walk.tokens, engine.model.config.kv_heads, engine.model.config.head_dim)
         sharding = engine.plan.sharding("kv_seq kv_heads head_dim", shape)
-        leaf = jax.ShapeDtypeStruct(shape, np.dtype(saved.reader.dtype), sharding=sharding)
+        leaf = jax.ShapeDtypeStruct(shape, np.dtype(saved.identity.dtype), sharding=sharding)
         hashes: dict[str, str] = {}
         for pool, layer, number in walk.layers("loading"):
             arrays = _read_layer(saved.folder, number, leaf, len(saved.tokens))
@@ -285,9 +285,9 @@ class _Walk:
     def __init__(self, scheduler: Scheduler, session: Session):
         engine = scheduler.engine
         assert session.row is not None
-        share = token_share(engine.plan)
+        divisor = token_divisor(engine.plan)
         self.length = len(session.tokens)
-        self.tokens = -(-self.length // share) * share
+        self.tokens = -(-self.length // divisor) * divisor
         pages = np.full((engine.groups, -(-self.tokens // engine.page_tokens)), NO_PAGE, np.int32)
         own = session.pages[: pages.shape[1]]
         pages[session.row // engine.group_rows, : len(own)] = own
@@ -299,9 +299,9 @@ class _Walk:
     def layers(self, doing: str) -> Iterator[tuple[int, int, int]]:
         """Each layer's pool, its place in there, and its number in the model; shows how many bytes are done."""
         blocks, config = self._model.blocks, self._model.config
-        period = len(blocks.places)
+        period = len(blocks.pattern)
         every = [(pool, at, n) for pool in range(period) for at, n in enumerate(self._model.layers_at(pool))]
-        every += [(period + more, 0, period * blocks.periods + more) for more in range(len(blocks.rest))]
+        every += [(period + more, 0, period * blocks.periods + more) for more in range(len(blocks.tail))]
         with byte_progress() as progress:
             task = progress.add_task(doing, total=self.bytes)
             for one in every:

@@ -17,7 +17,7 @@ from treering.infer.chunks import Chunks
 from treering.infer.engine import MAX_STEPS, Drawn, Engine
 from treering.infer.pages import Pages, page_keys
 from treering.infer.request import Event, FinishReason, Request, Session, TokenLogprob, least_program
-from treering.infer.rows import Rows
+from treering.infer.sequence_state import SequenceState
 
 
 class Scheduler:
@@ -30,7 +30,7 @@ class Scheduler:
         self._numbers = itertools.count()
         self._waiting: deque[Request] = deque()
         self._rows: list[Request | None] = [None] * engine.batch
-        self._kept: set[int] = set()
+        self._pinned: set[int] = set()
         """Rows of sessions, also between their requests."""
         self._events: list[Event] = []
         self._counts: dict[int, Any] = {}
@@ -38,7 +38,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits, runs, or has yet to be told."""
+        """Whether nothing waits, runs, or has yet to be reported."""
         return not (self._waiting or self._events or any(self._rows))
 
     def submit(
@@ -85,7 +85,7 @@ class Scheduler:
         if config.prompt_logprobs and session is not None:
             raise ValueError("prompt_logprobs in a session: what its row holds is not read again; submit without one")
         # Checked here, so that a wrong bias is refused before anything runs.
-        Rows.of_request(prompt, budget, end_ids, config.sampling, vocab)
+        SequenceState.of_request(prompt, budget, end_ids, config.sampling, vocab)
         request = Request(
             next(self._numbers),
             list(prompt),
@@ -139,14 +139,14 @@ class Scheduler:
         Raises ValueError where no row has room for them.
         """
         count = -(-len(tokens) // self.engine.page_tokens)
-        free = [row for row, request in enumerate(self._rows) if request is None and row not in self._kept]
+        free = [row for row, request in enumerate(self._rows) if request is None and row not in self._pinned]
         free = [row for row in free if self.pages.free(self._group(row)) >= count]
         if not free or len(tokens) > self.engine.capacity:
             raise ValueError(
                 f"{len(tokens)} tokens take a row of {self.engine.capacity} and {count} pages of "
                 f"{self.engine.page_tokens}, and none has them free"
             )
-        self._kept.add(free[0])
+        self._pinned.add(free[0])
         return Session(free[0], self.pages.take(self._group(free[0]), count), list(tokens))
 
     def close(self, session: Session) -> None:
@@ -154,7 +154,7 @@ class Scheduler:
         if session.row is not None:
             assert self._rows[session.row] is None, "a request still uses the session"
             self.pages.give_back(self._group(session.row), session.pages)
-            self._kept.discard(session.row)
+            self._pinned.discard(session.row)
         session.row, session.pages, session.tokens = None, [], []
 
     def release(self, session: Session, caller: str = "") -> None:
@@ -187,7 +187,7 @@ class Scheduler:
                 row
                 for row in rows
                 if self._rows[row] is None
-                and (row == session.row or row not in self._kept)
+                and (row == session.row or row not in self._pinned)
                 and self.pages.fits(self._group(row), shared[self._group(row)], missing)
             ]
             if not fitting:
@@ -199,7 +199,7 @@ class Scheduler:
             self._rows[row] = request
             session.row = row
             if request.kept:
-                self._kept.add(row)
+                self._pinned.add(row)
             self.pages.share(group, shared[group])
             session.pages += shared[group] + self.pages.take(group, missing - len(shared[group]))
             # At least one token is read anew: the next one is drawn from its logits.
@@ -208,14 +208,14 @@ class Scheduler:
             )
             request.done = min(len(list(same)), len(request.prompt) - 1)
             request.done = max(request.done, len(shared[group]) * engine.page_tokens)
-            self._place(row, request)
+            self._admit_on_device(row, request)
 
-    def _place(self, row: int, request: Request) -> None:
+    def _admit_on_device(self, row: int, request: Request) -> None:
         """Tells the devices of a request's row."""
         engine = self.engine
         table = np.zeros(engine.row_pages, np.int32)
         table[: len(request.session.pages)] = request.session.pages
-        new = Rows.of_request(
+        new = SequenceState.of_request(
             request.prompt, request.budget, request.end_ids, request.config.sampling, engine.model.config.vocab
         )
         self.state = engine.admit_program()(
@@ -256,7 +256,7 @@ class Scheduler:
             self.state = engine.copy_program()(engine.model, self.state, *engine.put(tuple(copied)))
             request.done = longest
         if request.done > before:
-            self._place(row, request)
+            self._admit_on_device(row, request)
 
     def _alike(self, request: Request, other: Request) -> int:
         """Tokens that a request would have done with the page after its shared ones as the row of another holds it; 0

@@ -105,7 +105,7 @@ class Tokenizer:
         bos = self._inner.bos_token_id
         return list(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids)
 
-    def going_on(self, ids: Sequence[int]) -> list[int]:
+    def without_bos(self, ids: Sequence[int]) -> list[int]:
         """Tokens of a text that goes on from others: without the first token that the tokenizer puts before a text.
 
         One that it does not put there may begin a chat's turns, as SmolLM2's does.

@@ -1,6 +1,6 @@
 """The model: an embedding, a repeating pattern of blocks, a norm, and logits.
 
-One forward serves training, prefill and decode; the `Context` that it is given says where tokens stand and how they
+One forward serves training, prefill and decode; the `ForwardInfo` that it is given says where tokens stand and how they
 attend.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from treering.configs.model import ModelConfig
-from treering.layers.nn.attention import Attention, Context
+from treering.layers.nn.attention import Attention, ForwardInfo
 from treering.layers.nn.embed import Embedding
 from treering.layers.nn.linear import Linear
 from treering.layers.nn.mlp import SwiGLU
@@ -35,48 +35,48 @@ class Block(eqx.Module):
     mlp: SwiGLU
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, state: Any, layer: Int[Array, ""] | int
+        self, x: Float[Array, "batch seq embed"], info: ForwardInfo, state: Any, layer: Int[Array, ""] | int
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """The residual after this block, and the block's state after these tokens."""
-        mixed, state = self.attention(self.attention_norm(x), context, state, layer)
+        mixed, state = self.attention(self.attention_norm(x), info, state, layer)
         x = x + mixed
         x = x + self.mlp(self.mlp_norm(x))
-        return context.plan.constrain(x, "batch seq embed"), state
+        return info.plan.constrain(x, "batch seq embed"), state
 
 
 class Stacked(eqx.Module):
     """The blocks of each place in the pattern stacked over periods, run by one scan: compiles once, trains."""
 
-    places: tuple[Any, ...] = stacked_field()
-    rest: tuple[Any, ...] = ()
+    pattern: tuple[Any, ...] = stacked_field()
+    tail: tuple[Any, ...] = ()
     """The blocks of a last period that breaks off, each by itself. Stacked with the others they would have to be sliced
     out for the scan, and XLA copies slices."""
 
     @property
     def periods(self) -> int:
         """How often the whole pattern repeats."""
-        return jax.tree.leaves(self.places)[0].shape[0]
+        return jax.tree.leaves(self.pattern)[0].shape[0]
 
-    def __call__(self, x: Array, context: Context, states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+    def __call__(self, x: Array, info: ForwardInfo, states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
         """Runs all layers in order. States are the scan's carry, so they are updated in place."""
 
-        arrays, static = eqx.partition(self.places, eqx.is_array)
+        arrays, static = eqx.partition(self.pattern, eqx.is_array)
 
         def period(carry, inputs):
             x, states = carry
             arrays, index = inputs
-            return _run_blocks(eqx.combine(arrays, static), x, context, states, index), None
+            return _run_blocks(eqx.combine(arrays, static), x, info, states, index), None
 
         def last(x, states):
-            return _run_blocks(self.rest, x, context, states, 0)
+            return _run_blocks(self.tail, x, info, states, 0)
 
-        if context.remat is not None:
-            period, last = context.remat(period), context.remat(last)
-        whole, broken = states[: len(self.places)], states[len(self.places) :]
+        if info.remat is not None:
+            period, last = info.remat(period), info.remat(last)
+        whole, tail = states[: len(self.pattern)], states[len(self.pattern) :]
         (x, whole), _ = jax.lax.scan(period, (x, whole), (arrays, jnp.arange(self.periods)))
-        if self.rest:
-            x, broken = last(x, broken)
-        return x, whole + broken
+        if self.tail:
+            x, tail = last(x, tail)
+        return x, whole + tail
 
 
 class Unrolled(eqx.Module):
@@ -85,41 +85,41 @@ class Unrolled(eqx.Module):
     XLA on CPU copies each layer's slice out of stacked weights; separate arrays decode 1.5 to 2.5 times faster there.
     """
 
-    places: tuple[tuple[Any, ...], ...]
+    pattern: tuple[tuple[Any, ...], ...]
     """Of each place in the pattern, the blocks of all periods."""
-    rest: tuple[Any, ...] = ()
+    tail: tuple[Any, ...] = ()
     """The blocks of a last period that breaks off."""
 
     @property
     def periods(self) -> int:
         """How often the whole pattern repeats."""
-        return len(self.places[0])
+        return len(self.pattern[0])
 
-    def __call__(self, x: Array, context: Context, states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+    def __call__(self, x: Array, info: ForwardInfo, states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
         """Runs all layers in order."""
-        whole, broken = states[: len(self.places)], states[len(self.places) :]
-        for index, blocks in enumerate(zip(*self.places, strict=True)):
-            x, whole = _run_blocks(blocks, x, context, whole, index)
-        x, broken = _run_blocks(self.rest, x, context, broken, 0)
-        return x, whole + broken
+        whole, tail = states[: len(self.pattern)], states[len(self.pattern) :]
+        for index, blocks in enumerate(zip(*self.pattern, strict=True)):
+            x, whole = _run_blocks(blocks, x, info, whole, index)
+        x, tail = _run_blocks(self.tail, x, info, tail, 0)
+        return x, whole + tail
 
 
-def _run_blocks(blocks: Sequence[Any], x: Array, context: Context, states: tuple[Any, ...], index: Any):
+def _run_blocks(blocks: Sequence[Any], x: Array, info: ForwardInfo, states: tuple[Any, ...], index: Any):
     after = []
     for block, state in zip(blocks, states, strict=True):
-        x, state = block(x, context, state, index)
+        x, state = block(x, info, state, index)
         after.append(state)
     return x, tuple(after)
 
 
 def unroll(blocks: Stacked) -> Unrolled:
     """The separate-array form; takes the stacked arrays apart one leaf at a time, on their devices."""
-    arrays, static = eqx.partition(blocks.places, eqx.is_array)
+    arrays, static = eqx.partition(blocks.pattern, eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
     split = jax.jit(lambda leaf: tuple(leaf[i] for i in range(leaf.shape[0])))
     parts = [split(leaf) for leaf in leaves]
     periods = [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(blocks.periods)]
-    return Unrolled(tuple(zip(*(eqx.combine(period, static) for period in periods), strict=True)), blocks.rest)
+    return Unrolled(tuple(zip(*(eqx.combine(period, static) for period in periods), strict=True)), blocks.tail)
 
 
 class Transformer(eqx.Module):
@@ -136,7 +136,7 @@ class Transformer(eqx.Module):
 
     def layers_at(self, place: int) -> range:
         """The numbers of the layers that stand stacked at a place of the repeating pattern."""
-        period = len(self.blocks.places)
+        period = len(self.blocks.pattern)
         return range(place, period * self.blocks.periods, period)
 
     def unrolled(self, *, rows: int = 1) -> "Transformer":
@@ -158,7 +158,7 @@ class Transformer(eqx.Module):
     def __call__(
         self,
         tokens: Int[Array, "batch seq"],
-        context: Context,
+        info: ForwardInfo,
         states: tuple[Any, ...] | None = None,
         *,
         dtype: jnp.dtype = jnp.float32,
@@ -167,16 +167,16 @@ class Transformer(eqx.Module):
 
         `states` has one entry a place of the pattern, and one for each block of a period that breaks off; None trains.
         """
-        states = (None,) * len(self.blocks.places + self.blocks.rest) if states is None else states
-        x = self.embed(tokens, context.plan, dtype)
-        x = context.plan.constrain(x, "batch seq embed")
-        x, states = self.blocks(x, context, states)
+        states = (None,) * len(self.blocks.pattern + self.blocks.tail) if states is None else states
+        x = self.embed(tokens, info.plan, dtype)
+        x = info.plan.constrain(x, "batch seq embed")
+        x, states = self.blocks(x, info, states)
         return self.norm(x), states
 
-    def unembed(self, x: Float[Array, "batch seq embed"], context: Context) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, x: Float[Array, "batch seq embed"], info: ForwardInfo) -> Float[Array, "batch seq vocab"]:
         """Logits of hidden states, in their dtype, split over the vocabulary."""
         logits = self.embed.unembed(x) if self.output is None else self.output(x)
-        return context.plan.constrain(logits, "batch seq vocab")
+        return info.plan.constrain(logits, "batch seq vocab")
 
 
 def dim_sizes(config: ModelConfig) -> dict[str, int]:
@@ -246,7 +246,7 @@ def init_transformer(config: ModelConfig, pattern: Sequence[Any], *, key: PRNGKe
 
 
 def empty_pools(model: Transformer, *, pages: int, page_tokens: int, dtype: jnp.dtype) -> tuple[PagePool, ...]:
-    """The states of the model's layers: one pool a place of the pattern, then one a block of a broken-off period."""
+    """The states of the model's layers: one pool a place of the pattern, then one a block of a tail-off period."""
     config, blocks = model.config, model.blocks
     return tuple(
         PagePool.empty(
@@ -257,5 +257,5 @@ def empty_pools(model: Transformer, *, pages: int, page_tokens: int, dtype: jnp.
             head_dim=config.head_dim,
             dtype=dtype,
         )
-        for layers in [blocks.periods] * len(blocks.places) + [1] * len(blocks.rest)
+        for layers in [blocks.periods] * len(blocks.pattern) + [1] * len(blocks.tail)
     )

@@ -65,20 +65,20 @@ def there_and_back(model: Any, folder: Path) -> Any:
 def run(model: Any, plan: Plan, ids: np.ndarray, *, dtype: str = "float32") -> np.ndarray:
     """Logits `[batch seq vocab]`; rows shorter than the longest end in -1, which is padding."""
     from treering.layers.attention.dense import dense_attention
-    from treering.layers.nn.attention import Context
+    from treering.layers.nn.attention import ForwardInfo
 
-    def attend(q, k, v, *, mask, context, state, layer):
-        return dense_attention(q, k, v, mask=mask, positions=context.positions, segments=context.segments), state
+    def attend(q, k, v, *, mask, info, state, layer):
+        return dense_attention(q, k, v, mask=mask, positions=info.positions, segments=info.segments), state
 
     steps = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     segments = jnp.asarray(ids >= 0, jnp.int32)
-    context = Context(jnp.where(segments > 0, steps, -1), segments, attend, plan)
+    info = ForwardInfo(jnp.where(segments > 0, steps, -1), segments, attend, plan)
     with jax.default_matmul_precision("highest"):
-        logits = _forward(model, jnp.asarray(np.maximum(ids, 0), jnp.int32), context, jnp.dtype(dtype))
+        logits = _forward(model, jnp.asarray(np.maximum(ids, 0), jnp.int32), info, jnp.dtype(dtype))
     return np.asarray(logits, np.float32)
 
 
 @eqx.filter_jit
-def _forward(model, tokens, context, dtype):
-    hidden, _ = model(tokens, context, dtype=dtype)
-    return model.unembed(hidden, context)
+def _forward(model, tokens, info, dtype):
+    hidden, _ = model(tokens, info, dtype=dtype)
+    return model.unembed(hidden, info)

@@ -82,7 +82,7 @@ def test_the_plugin_of_the_page_is_known_to_zoo(
         ("def broken(:", "cannot be imported: SyntaxError"),
         ("x = 1", "registers no family: a plugin calls models.families.register_family"),
         (
-            "from models.families import llama, register_family\nregister_family(llama.FAMILY)",
+            "from treering.models.families import llama, register_family\nregister_family(llama.FAMILY)",
             "family 'llama' is registered already: choose another name",
         ),
         (

@@ -63,7 +63,7 @@ def only_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_family_that_is_not_there(only_files: None) -> None:
     finding = found(mine(), "family")
-    assert finding.verdict == "FAILED" and "says family 'mine', which is not registered" in finding.told
+    assert finding.verdict == "FAILED" and "says family 'mine', which is not registered" in finding.message
     assert len(list(check(mine()))) == 1
 
 
@@ -74,7 +74,7 @@ def test_names_that_miss_a_parameter(families: None, only_files: None) -> None:
         return table
 
     register(names=names)
-    told = found(mine(), "names").told
+    told = found(mine(), "names").message
     assert "no name for blocks.places.0.mlp.gate.weight" in told
     assert "names for what is not there: blocks.places.0.mlp.gates.weight" in told
 
@@ -82,10 +82,10 @@ def test_names_that_miss_a_parameter(families: None, only_files: None) -> None:
 def test_configs_that_do_not_come_back(families: None, only_files: None) -> None:
     register()
     lost = found(mine(powers=(2,)), "config.json")
-    assert (lost.verdict, lost.told) == ("FAILED", "read back it has powers (1,) instead of (2,)")
+    assert (lost.verdict, lost.message) == ("FAILED", "read back it has powers (1,) instead of (2,)")
     findings = {finding.check: finding for finding in check(mine())}
     assert findings["config.json"].verdict == "ok"
-    assert findings["model.json"].verdict == "FAILED" and "powers [1] instead of (1,)" in findings["model.json"].told
+    assert findings["model.json"].verdict == "FAILED" and "powers [1] instead of (1,)" in findings["model.json"].message
 
 
 def test_an_array_without_dims(families: None, only_files: None) -> None:
@@ -100,7 +100,9 @@ def test_an_array_without_dims(families: None, only_files: None) -> None:
 
     register(init=init)
     findings = {finding.check: finding for finding in check(mine())}
-    assert findings["shardings"].verdict == "FAILED" and ".norm.weight declares no dims" in findings["shardings"].told
+    assert (
+        findings["shardings"].verdict == "FAILED" and ".norm.weight declares no dims" in findings["shardings"].message
+    )
 
 
 @pytest.mark.long
@@ -165,7 +167,11 @@ def test_tiny_keeps_the_proportions() -> None:
 
 
 def test_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_entry("configs.llama:TINY") == TINY == find_entry(_file(tmp_path, "from configs.llama import TINY"))
+    assert (
+        find_entry("treering.configs.llama:TINY")
+        == TINY
+        == find_entry(_file(tmp_path, "from treering.configs.llama import TINY"))
+    )
     assert find_entry("llama-3.1-405b") == LLAMA_3_1_405B
     (tmp_path / "config.json").write_text(json.dumps(llama.to_hf(TINY)))
     assert find_entry(str(tmp_path)) == find_entry(str(tmp_path / "config.json")) == TINY
@@ -181,10 +187,10 @@ def _file(folder: Path, text: str) -> str:
     [
         ("llama-9", "llama-9 is no MODULE:CONFIG, no path/to/file.py:CONFIG, no config.json and no size of the zoo"),
         ("none.py:TINY", "none.py is no file"),
-        ("configs.llama:TINIER", "configs.llama:TINIER cannot be imported"),
-        ("configs.nowhere:TINY", "configs.nowhere:TINY cannot be imported"),
+        ("treering.configs.llama:TINIER", "treering.configs.llama:TINIER cannot be imported"),
+        ("treering.configs.nowhere:TINY", "treering.configs.nowhere:TINY cannot be imported"),
         ("here:BIG", "here:BIG cannot be imported: No module named 'here' (the file is here.py:BIG)"),
-        ("configs.llama:LlamaConfig", "is a type: a config is an instance of a ModelConfig"),
+        ("treering.configs.llama:LlamaConfig", "is a type: a config is an instance of a ModelConfig"),
         ("here.py:TINY", "here.py has no config 'TINY': it has BIG"),
         ("none.json", "none.json does not exist"),
         ("unknown.json", "model_type 'mamba': the supported ones are"),
@@ -200,8 +206,8 @@ def test_entries_that_are_none_are_one_line(tmp_path, monkeypatch, capsys, entry
 
 
 def test_the_command_ends_with_one_where_something_fails(monkeypatch, capsys, only_files: None) -> None:
-    assert treering.main(["check", "configs.llama:TINY"]) == 0
+    assert treering.main(["check", "treering.configs.llama:TINY"]) == 0
     assert capsys.readouterr().out.splitlines()[0].split()[:3] == ["family", "ok", "llama,"]
     monkeypatch.setattr(checks, "_shardings", lambda config: str(int("one")))
-    assert treering.main(["check", "configs.llama:TINY"]) == 1
+    assert treering.main(["check", "treering.configs.llama:TINY"]) == 1
     assert "shardings     FAILED   invalid literal for int()" in capsys.readouterr().out

@@ -22,10 +22,10 @@ from treering.models.checkpoint.model import (
     abstract_model,
     load_model,
     named_leaves,
-    read_config,
     read_record,
     save_model,
 )
+from treering.models.checkpoint.record import read_config
 from treering.models.transformer import Stacked, Transformer, unroll
 
 SMALL = replace(TINY, heads=8, kv_heads=4, vocab=64, mlp=64)

@@ -119,7 +119,7 @@ def test_columns_of_token_ids_are_taken_as_they_are(tmp_path, tokenizer) -> None
 def test_only_the_ranges_of_a_column_are_trained_on(tmp_path, tokenizer, streaming) -> None:
     from treering.configs.data import Source
     from treering.train.data.sources import open_source
-    from treering.train.data.stream import Rows, StoredBlocks, StreamedBlocks, held_out_batches
+    from treering.train.data.stream import PackedRows, StoredBlocks, StreamedBlocks, held_out_batches
 
     rows = [("aaa BCD eee", [[4, 7]]), ("FG hh", [[0, 2]]), ("no", []), ("çéJ", [[2, 3]])]
     path = tmp_path / "data.jsonl"
@@ -131,7 +131,7 @@ def test_only_the_ranges_of_a_column_are_trained_on(tmp_path, tokenizer, streami
         blocks = StreamedBlocks(stream, source, tokenizer, tokens=40, vocab=VOCAB, end=True)
     else:
         blocks = StoredBlocks(store, 40, (0,))
-    packed = Rows(blocks, 16, (0,), masked=True)
+    packed = PackedRows(blocks, 16, (0,), masked=True)
     trained = set()
     while packed.position["block"]["epoch"] == 0:
         targets = packed.next()()["targets"]
@@ -262,19 +262,19 @@ def test_python_docs_are_split_by_paragraph_and_share_none() -> None:
 
 
 def stored_rows(store, window: int = 32, seed: int = 0, block_windows: int = 4):
-    from treering.train.data.stream import Rows, StoredBlocks
+    from treering.train.data.stream import PackedRows, StoredBlocks
 
-    return Rows(StoredBlocks(store, block_windows * window, (seed, 0)), window, (seed, 1))
+    return PackedRows(StoredBlocks(store, block_windows * window, (seed, 0)), window, (seed, 1))
 
 
 def streamed_rows(tmp_path: Path, tokenizer, pattern: str, window: int = 32):
     from treering.configs.data import Source
     from treering.train.data.sources import open_source
-    from treering.train.data.stream import Rows, StreamedBlocks
+    from treering.train.data.stream import PackedRows, StreamedBlocks
 
     source = Source(path=pattern)
     rows = open_source(source, streaming=True, cache=tmp_path / "cache")
-    return Rows(StreamedBlocks(rows, source, tokenizer, tokens=4 * window, vocab=VOCAB, end=True), window, (0, 1))
+    return PackedRows(StreamedBlocks(rows, source, tokenizer, tokens=4 * window, vocab=VOCAB, end=True), window, (0, 1))
 
 
 @pytest.fixture(params=["stored", "streamed"])

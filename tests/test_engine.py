@@ -133,7 +133,7 @@ def test_rows_of_an_unrolled_model_together_draw_what_each_draws_alone(folder, m
     alone, together = (
         make_engine(folder, mesh, {"context": 1}, batch=batch, capacity=64, unrolled=True) for batch in (1, 4)
     )
-    assert isinstance(together.model.blocks.places[0][0].mlp.down.weight, InputsFirst)
+    assert isinstance(together.model.blocks.pattern[0][0].mlp.down.weight, InputsFirst)
     expected = [collect(alone, [prompt], max_new_tokens=12)[0] for prompt in prompts]
     assert collect(together, prompts, max_new_tokens=12) == expected
 

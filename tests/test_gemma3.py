@@ -238,7 +238,7 @@ def test_training_reaches_the_blocks_of_a_period_that_breaks_off(mesh: Callable[
     from treering.configs.precision import Precision
     from treering.configs.train import OptimizerConfig, StepConfig
     from treering.models.checkpoint.model import named_leaves
-    from treering.train.data.batch import Batch, place
+    from treering.train.data.batch import Batch, shard_batch
     from treering.train.step import init_state, step_program
 
     small = dataclasses.replace(read(), layers=3, period=2, context_length=64)
@@ -254,7 +254,7 @@ def test_training_reaches_the_blocks_of_a_period_that_breaks_off(mesh: Callable[
         step = step_program(state, StepConfig(precision=Precision()), optimizer, here, steps=10, batch=4, seq=32)
         positions = np.broadcast_to(np.arange(32, dtype=np.int32), (4, 32)).copy()
         batch = Batch(ids[:, :-1], ids[:, 1:], positions, np.ones((4, 32), np.int32))
-        state, metrics = step(None, state, place(batch, here))
+        state, metrics = step(None, state, shard_batch(batch, here))
         after.append({name: np.asarray(leaf) for name, leaf in named_leaves(state.model).items()})
         assert np.isfinite(float(metrics.loss))
         for name, old in before.items():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hlo
-from treering.layers.nn.gathered_weight import Home, TrainedWeight
+from treering.layers.nn.gathered_weight import GatheredWeight, WeightSharding
 from treering.layers.parallel.sharding import Dims, Plan
 from treering.train.loss import cross_entropy, token_losses
 
@@ -20,8 +20,8 @@ CASES = [
 ]
 
 
-def weight(plan: Plan, table: jax.Array, slot: jax.Array | None) -> TrainedWeight:
-    return TrainedWeight(table, slot, Home(plan, Dims(("vocab", "embed")), table.shape))
+def weight(plan: Plan, table: jax.Array, slot: jax.Array | None) -> GatheredWeight:
+    return GatheredWeight(table, slot, WeightSharding(plan, Dims(("vocab", "embed")), table.shape))
 
 
 def inputs(dtype=jnp.float64, scale=1.0):

@@ -7,12 +7,12 @@ import pytest
 
 from treering.layers.attention.order import (
     ORDERS,
-    dealt_places,
-    dealt_tokens,
     from_order,
     order_divisor,
     order_positions,
     rank_positions,
+    striped_slot_of,
+    striped_token_at,
     to_order,
 )
 
@@ -52,13 +52,13 @@ def test_positions_are_the_tokens_moved(order, p):
 @pytest.mark.parametrize("p", [1, 2, 5])
 def test_runs_that_go_on_are_dealt_to_the_ranks_of_their_positions(p):
     starts, length = jnp.arange(7), 4 * p
-    tokens = np.asarray(dealt_tokens(starts, p, length))
+    tokens = np.asarray(striped_token_at(starts, p, length))
     assert tokens[0].tolist() == np.asarray(order_positions("striped", p, length)).tolist()
     for start, row in zip(range(7), tokens, strict=True):
         assert sorted(row.tolist()) == list(range(length))
         assert ((start + row) % p == np.repeat(np.arange(p), 4)).all()
         for token in (0, p - 1, length - 1):
-            place = dealt_places(jnp.array([start]), p, length, jnp.array([token]))
+            place = striped_slot_of(jnp.array([start]), p, length, jnp.array([token]))
             assert row[int(place[0])] == token
 
 

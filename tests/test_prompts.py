@@ -184,10 +184,10 @@ def test_a_broken_off_answer_stays_until_it_can_be_made_again(checkpoint, run, t
 
 
 def test_two_processes_do_not_write_one_output(run, tmp_path):
-    from treering.models.checkpoint.atomic_folder import alone_in
+    from treering.models.checkpoint.atomic_folder import exclusive_lock
 
     (tmp_path / "answers").touch()
-    with alone_in(tmp_path / "answers", "it is ours"):
+    with exclusive_lock(tmp_path / "answers", "it is ours"):
         status, answers, err = run({"prompt": "x"})
     assert status == 2 and not answers and "another process writes" in err
     assert run({"prompt": "x"})[0] == 0

@@ -163,7 +163,7 @@ def test_a_run_does_not_go_on_with_other_data_but_with_a_copy(tmp_path: Path) ->
         (right + right, words.format(f"{len(right):,}", f"{2 * len(right):,}")),
     ):
         file.write_text(wrong)
-        for again in (config, dataclasses.replace(config, folder=str(tmp_path / "new"), go_on_from=config.folder)):
+        for again in (config, dataclasses.replace(config, folder=str(tmp_path / "new"), resume_from=config.folder)):
             with pytest.raises(
                 ValueError, match=f"train.jsonl has changed since the run in .*/run began{told}. Put it"
             ):
@@ -183,15 +183,15 @@ def test_samples_of_large_files_tell_them_apart(tmp_path: Path, monkeypatch: pyt
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(text)
     sources = (Source(path=str(tmp_path / "*.jsonl")), Source(path="python-docs"))
-    before = data_files.marks_of(sources)
+    before = data_files.fingerprint_files(sources)
     assert before.keys() == {sources[0].path} and before[sources[0].path]["bytes"] == 200_000
     for place in (0, -1):
         changed = bytearray(text)
         changed[place] ^= 1
         (tmp_path / "b.jsonl").write_bytes(changed)
-        assert data_files.marks_of(sources) != before
+        assert data_files.fingerprint_files(sources) != before
     (tmp_path / "b.jsonl").write_bytes(text)
-    assert data_files.marks_of(sources) == before
+    assert data_files.fingerprint_files(sources) == before
 
 
 def test_what_a_killed_run_wrote_after_its_checkpoint_is_dropped(straight: Path, tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def test_a_run_that_cannot_begin_leaves_no_folder(straight: Path, tmp_path: Path
     for chunk in (tmp_path / "damaged").glob("checkpoints/*/train/state/*/*"):
         chunk.write_bytes(b"")
     with pytest.raises(ValueError, match="no checkpoint in .* can be read"):
-        train(beside(straight, tmp_path, go_on_from=str(tmp_path / "damaged")))
-    train(beside(straight, tmp_path, go_on_from=str(straight / "run")))  # is at its end
+        train(beside(straight, tmp_path, resume_from=str(tmp_path / "damaged")))
+    train(beside(straight, tmp_path, resume_from=str(straight / "run")))  # is at its end
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]
 
 
@@ -230,7 +230,7 @@ def test_generate_reads_a_runs_model(straight: Path, capsys) -> None:
 def test_a_run_starts_from_the_weights_of_another_with_a_longer_context(straight: Path, tmp_path: Path, capsys) -> None:
     from treering.train.run.loop import train
 
-    config = beside(straight, tmp_path, start=str(straight / "run"), steps=4)
+    config = beside(straight, tmp_path, init_from=str(straight / "run"), steps=4)
     data = dataclasses.replace(config.data, tokenizer=None, window=128)
     model = dataclasses.replace(config.model, context_length=128, rope=tiny_run.DefaultRope(theta=40_000.0))
     outcome = train(dataclasses.replace(config, data=data, model=model))
@@ -245,7 +245,7 @@ def test_a_run_goes_on_from_another_runs_step_and_place_in_the_data(straight: Pa
     from treering.train.run.loop import train
 
     train(beside(straight, tmp_path, stop_at=7))
-    config = beside(straight, tmp_path, go_on_from=str(tmp_path / "run"))
+    config = beside(straight, tmp_path, resume_from=str(tmp_path / "run"))
     train(dataclasses.replace(config, folder=str(tmp_path / "second")))
     assert lines(tmp_path / "second") == lines(straight / "run")[7:]
 
@@ -417,7 +417,7 @@ def test_a_run_starts_from_a_folder_of_hugging_faces_and_from_gguf_as_from_a_che
     found = {}
     for name in ("checkpoint", "hf", "model.gguf"):
         folder = tmp_path / "runs" / name
-        start = ("--start", str(tmp_path / name))
+        start = ("--init-from", str(tmp_path / name))
         assert treering.main(["train", "fine_tune", *start, "--folder", str(folder), *options]) == 0
         found[name] = arrays(folder, 2)
         assert json.loads((folder / "config.json").read_text())["model.embed"] == config["hidden_size"]

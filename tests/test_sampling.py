@@ -223,11 +223,11 @@ def test_settings_outside_their_bounds_are_refused_by_name(setting, value):
 def test_settings_far_beyond_what_could_matter_choose_as_the_nearest_that_does(mesh, settings):
     """More tokens than there are are all; temperatures that would make logits overflow take the likeliest."""
     from treering.configs.sampling import SamplingConfig
-    from treering.infer.rows import Rows
     from treering.infer.sampling import draw
+    from treering.infer.sequence_state import SequenceState
 
     same = {"temperature": 1.0} if "top_k" in settings else {"temperature": 1e-6}
     logits, plan = random_logits(1) * 10, plan_of(mesh, context=1)
-    rows = [Rows.of_request([1], 1, [], SamplingConfig(**one), VOCAB).sampling for one in (settings, same)]
+    rows = [SequenceState.of_request([1], 1, [], SamplingConfig(**one), VOCAB).sampling for one in (settings, same)]
     one, other = (draw(logits, jax.tree.map(jnp.asarray, row), jnp.zeros(1, jnp.int32), "full", plan) for row in rows)
     assert one == other

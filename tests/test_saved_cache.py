@@ -65,9 +65,9 @@ def tokens_of(count, seed=0):
 
 
 def reader(engine):
-    from treering.infer.saved_cache import Reader
+    from treering.infer.saved_cache import ModelIdentity
 
-    return Reader.of(engine.model.config, checkpoint="somewhere", weights="w", dtype=engine.precision.cache)
+    return ModelIdentity.of(engine.model.config, checkpoint="somewhere", weights="w", dtype=engine.precision.cache)
 
 
 def read(engine, tokens):
@@ -118,14 +118,14 @@ def same(one, other):
 @pytest.mark.parametrize("sizes", [*MESHES, {"data": 2, "context": 2, "tensor": 2}], ids=name)
 def test_a_row_is_read_and_written_in_the_order_of_its_text(mesh, sizes, dtype):
     """Any bits, -0.0 among them, from scattered pages; what is written there and read again is what it was."""
-    from treering.layers.operations.pool import NO_PAGE, PagePool, token_share
+    from treering.layers.operations.pool import NO_PAGE, PagePool, token_divisor
     from treering.layers.parallel.sharding import Plan
 
     plan, slots, length, layers, kv_heads, head_dim = Plan(mesh(**sizes), "decode"), 4, 37, 2, 2, 6
     groups, devices = plan.size("data", "fsdp"), plan.size("context")
     page_tokens = slots * devices
     own = -(-length // page_tokens)
-    share = token_share(plan)
+    share = token_divisor(plan)
     padded = -(-length // share) * share
     rng = np.random.default_rng(0)
     text = rng.integers(-2, 3, (2, layers, padded, kv_heads, head_dim)) * rng.choice([-0.0, 1.5], padded)[:, None, None]
@@ -199,7 +199,7 @@ def test_a_cache_loaded_on_another_mesh_answers_as_the_joined_text(engine_on, tm
         other = Scheduler(engine_on(loading))
         there, size = load_cache(saved, other)
         assert size == length * 2 * 2 * 2 * 8 * 4
-        save_cache(tmp_path / f"{length} again", other, there, saved.reader)
+        save_cache(tmp_path / f"{length} again", other, there, saved.identity)
         assert same(arrays_of(tmp_path / f"{length} again", length), arrays_of(saved.folder, length))
         assert read_saved_cache(tmp_path / f"{length} again").fingerprint == saved.fingerprint
         found = answer(other, text + question, there)
@@ -307,7 +307,7 @@ def test_layers_of_all_places_and_of_a_broken_off_period_are_saved(mesh, tmp_pat
     for sizes, unrolled in (({"context": 4}, False), ({"context": 1}, True)):
         plan = Plan(mesh(**sizes), "decode")
         model = plan.init(lambda: families()["gemma3"].init(config, jax.random.key(0)), "parameters")
-        assert len(model.blocks.places) == 2 and len(model.blocks.rest) == 1
+        assert len(model.blocks.pattern) == 2 and len(model.blocks.tail) == 1
         model = model.unrolled() if unrolled else model
         engines.append(Engine(model, plan, Precision(), batch=1, capacity=CAPACITY))
     text, question = tokens_of(41), tokens_of(9, seed=1)

@@ -103,7 +103,7 @@ def test_init_gives_the_same_weights_on_every_mesh(mesh):
         return plan.init(lambda: families()["llama"].init(TINY, jax.random.key(0)), "parameters")
 
     one, eight = build(), build(context=4, tensor=2)
-    down = eight.blocks.places[0].mlp.down.weight
+    down = eight.blocks.pattern[0].mlp.down.weight
     assert down.addressable_shards[0].data.size * 8 == down.size
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
         np.testing.assert_array_equal(a, b)

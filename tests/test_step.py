@@ -12,11 +12,11 @@ import training
 from treering.configs.llama import TINY
 from treering.configs.precision import Precision
 from treering.configs.train import OptimizerConfig, ScheduleConfig, StepConfig
-from treering.layers.nn.gathered_weight import lower, trained
-from treering.train.data.batch import place
+from treering.layers.nn.gathered_weight import cast_matrices, gather_on_use
+from treering.train.data.batch import shard_batch
 from treering.train.evaluate import empty_sums, evaluation_program
-from treering.train.forward import run as forward
 from treering.train.step import abstract_state, batch_gradients, init_state, step_program
+from treering.train.step import hidden_states as forward
 
 SGD = OptimizerConfig(kind="sgd", learning_rate=0.1, schedule=ScheduleConfig(kind="constant"), clip_norm=None)
 
@@ -77,7 +77,7 @@ def test_parameters_move_at_small_rates(plan, bfloat16):
     step, start = bfloat16
     state = start()
     before = training.named(state.model)
-    data = [place(batch, plan) for batch in training.batches(2)]
+    data = [shard_batch(batch, plan) for batch in training.batches(2)]
     losses = []
     for number in range(60):
         state, metrics = step(None, state, data[number % 2])
@@ -93,7 +93,7 @@ def test_parameters_move_at_small_rates(plan, bfloat16):
 
 def test_bfloat16_gradients_are_near_those_of_float32(plan, usual, bfloat16):
     step, start = bfloat16
-    state, metrics = step(None, start(), place(training.batches(1)[0], plan))
+    state, metrics = step(None, start(), shard_batch(training.batches(1)[0], plan))
     assert abs(float(metrics.loss) - usual.losses[0]) <= 0.01 * usual.losses[0]
     assert abs(float(metrics.grad_norm) - usual.norms[0]) <= 0.05 * usual.norms[0]
     assert metrics.loss.dtype == metrics.grad_norm.dtype == jnp.float32
@@ -112,12 +112,12 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(plan, bfloat16):
     state = eqx.tree_at(lambda state: state.model.embed.table, state, table)
     before = training.named((state.model, state.optimizer))
     for times in (1, 2):
-        state, metrics = step(None, state, place(infinite, plan))
+        state, metrics = step(None, state, shard_batch(infinite, plan))
         assert bool(metrics.skipped) and int(metrics.skipped_in_row) == int(state.skipped) == int(state.step) == times
         assert not np.isfinite(float(metrics.grad_norm)) or not np.isfinite(float(metrics.loss))
     after = training.named((state.model, state.optimizer))
     assert all(np.array_equal(after[name], x) for name, x in before.items())
-    state, metrics = step(None, state, place(second, plan))
+    state, metrics = step(None, state, shard_batch(second, plan))
     assert not bool(metrics.skipped) and int(metrics.skipped_in_row) == int(state.skipped_in_row) == 0
     assert int(state.skipped) == 2 and int(state.step) == 3
     assert np.any(training.named(state.model)["output.weight"] != before["0.output.weight"])
@@ -127,7 +127,7 @@ def test_a_batch_without_a_trained_token_is_no_nan(plan, bfloat16):
     step, start = bfloat16
     batch = training.batches(1)[0]
     batch = dataclasses.replace(batch, targets=np.full_like(batch.targets, -100))
-    state, metrics = step(None, start(), place(batch, plan))
+    state, metrics = step(None, start(), shard_batch(batch, plan))
     assert float(metrics.loss) == 0 and int(metrics.tokens) == 0 and float(metrics.grad_norm) == 0
     assert not bool(metrics.skipped)
     assert all(np.all(np.isfinite(x)) for x in training.named(state.model).values())
@@ -145,13 +145,13 @@ def test_documents_do_not_see_each_other(mesh, sizes):
     batches = []
     for _ in range(2):
         batch = training.pack([[(rng.integers(0, TINY.vocab, 21), 21), second]], 64)
-        batches.append(place(batch, plan))
+        batches.append(shard_batch(batch, plan))
     assert np.any(np.asarray(batches[0].tokens) != np.asarray(batches[1].tokens))
     model = training.make_model(TINY, plan)
 
     @jax.jit
     def both(model, batch):
-        whole = trained(lower(model, jnp.dtype("float32")), None, plan)
+        whole = gather_on_use(cast_matrices(model, jnp.dtype("float32")), None, plan)
         hidden = forward(whole, batch, training.FLOAT32, plan)
         _, tokens, gradients = batch_gradients(model, batch, training.FLOAT32, plan)
         return jnp.where((batch.segments == 2)[..., None], hidden, 0), tokens, gradients
@@ -170,7 +170,7 @@ def test_evaluation_sums_losses_by_position(plan, usual):
     program = evaluation_program(model, training.FLOAT32, plan, batch=8, seq=32, edges=edges)
     sums = empty_sums(plan, len(edges))
     for _ in range(2):
-        sums = program(model, sums, place(batch, plan))
+        sums = program(model, sums, shard_batch(batch, plan))
     ranges = [(batch.positions >= low) & (batch.positions < high) for low, high in ((0, 4), (4, 16), (16, 99))]
     assert np.asarray(sums.tokens).tolist() == [2 * np.sum((batch.targets >= 0) & inside) for inside in ranges]
     assert float(sums.loss.sum()) / 2 == pytest.approx(usual.losses[0] * usual.tokens[0], rel=1e-5)

@@ -197,8 +197,8 @@ def test_a_text_that_goes_on_begins_with_no_token_of_the_tokenizers(tmp_path: Pa
     tiny.save_byte_level(tmp_path / "begun")
     begun = Tokenizer.from_folder(tmp_path / "begun")
     chat = begun.encode_chat([{"role": "user", "content": "x"}])
-    assert begun.going_on(begun.encode("x")) == begun.encode("x")[1:] != []
-    assert begun.going_on(chat) == chat[1:] and begun.going_on(chat[1:]) == chat[1:]
+    assert begun.without_bos(begun.encode("x")) == begun.encode("x")[1:] != []
+    assert begun.without_bos(chat) == chat[1:] and begun.without_bos(chat[1:]) == chat[1:]
 
     inner = tiny.byte_level_tokenizer()
     inner.post_processor = processors.ByteLevel()
@@ -206,5 +206,5 @@ def test_a_text_that_goes_on_begins_with_no_token_of_the_tokenizers(tmp_path: Pa
     PreTrainedTokenizerFast(tokenizer_object=inner, **tokens).save_pretrained(tmp_path / "plain")
     plain = Tokenizer.from_folder(tmp_path / "plain")
     chat = plain.encode_chat([{"role": "user", "content": "x"}])
-    assert chat[0] == plain.named_ids["bos"] and plain.going_on(chat) == chat
-    assert plain.going_on(plain.encode("x")) == plain.encode("x")
+    assert chat[0] == plain.named_ids["bos"] and plain.without_bos(chat) == chat
+    assert plain.without_bos(plain.encode("x")) == plain.encode("x")

@@ -23,8 +23,8 @@ def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_recipe_that_starts_from_weights_asks_for_them(tmp_path: Path, capsys) -> None:
     assert treering.main(["train", "fine_tune", "--steps", "3"]) == 2
-    assert "fine_tune starts from weights that you have: --start" in capsys.readouterr().err
-    assert treering.main(["train", "fine_tune", f"--start={tmp_path / 'none'}"]) == 2
+    assert "fine_tune starts from weights that you have: --init-from" in capsys.readouterr().err
+    assert treering.main(["train", "fine_tune", f"--init-from={tmp_path / 'none'}"]) == 2
     assert "none does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         treering.main(["train", "fine_tune", "--help"])
@@ -73,10 +73,10 @@ def refused(capsys, folder: Path, *options: str, **changes: str) -> str:
         (["--data.sources.0.column", "words"], "has no column 'words': its columns are text"),
         (["--data.sources.0.path", "missing.jsonl"], "missing.jsonl does not exist"),
         (["--optimizer.schedule.warmup-steps", "30"], "--optimizer.schedule.warmup-steps 30 in a run of 20 steps"),
-        (["--start", "nowhere"], "nowhere"),
+        (["--init-from", "nowhere"], "nowhere"),
         (["--folder", f"{__file__}/run"], f"{__file__}/run cannot be made: {__file__} is no folder that can be"),
         (["--data.cache", f"{__file__}/a/b"], f"{__file__}/a/b cannot be made: {__file__} is no folder"),
-        (["--start", "a", "--go-on-from", "b"], ": --start and --go-on-from are both given"),
+        (["--init-from", "a", "--resume-from", "b"], ": --init-from and --resume-from are both given"),
         (["--watch.profile", "0", "3"], "--watch.profile (0, 3): it is a first step, from 1 on, and a later one"),
         (["--watch.profile", "3", "21"], "--watch.profile (3, 21) ends beyond the run's 20 steps"),
         (["--data.sources.0.subset", "en"], "train.jsonl: only data sets on the hub have subsets"),
@@ -137,7 +137,7 @@ def test_weights_and_folders_that_do_not_fit_are_one_line(tmp_path, capsys, noth
     (other / "weights").mkdir(parents=True)
     record = Record(config=TINY, dtype="float32", fingerprint="", source={})
     (other / "model.json").write_text(record.to_json())
-    said = refused(capsys, tmp_path, "--start", str(other))
+    said = refused(capsys, tmp_path, "--init-from", str(other))
     assert "another architecture than this run's model" in said and "embed 64 instead of 32" in said
 
     (tmp_path / "run").mkdir()
@@ -194,7 +194,7 @@ def test_every_recipe_can_be_overridden_and_says_its_command() -> None:
     for name, recipe in RECIPES.items():
         takes_weights = bool(inspect.signature(recipe).parameters)
         config = recipe("weights", tiny_run.MODEL) if takes_weights else recipe()
-        assert f"treering train {name}" in recipe.__doc__ and ("--start" in recipe.__doc__) == takes_weights
+        assert f"treering train {name}" in recipe.__doc__ and ("--init-from" in recipe.__doc__) == takes_weights
         assert parse(RunConfig, [], program=name, default=config) == config
         changed = parse(RunConfig, ["--steps", "7", "--model.rope.theta", "5e5"], program=name, default=config)
         assert changed.steps == 7 and changed.model.rope.theta == 5e5

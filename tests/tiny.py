@@ -356,20 +356,20 @@ def logits(model: Any, plan: Any, ids: np.ndarray) -> np.ndarray:
     import jax.numpy as jnp
 
     from treering.layers.attention.dense import dense_attention
-    from treering.layers.nn.attention import Context
+    from treering.layers.nn.attention import ForwardInfo
 
-    def attend(q, k, v, *, mask, context, state, layer):
-        return dense_attention(q, k, v, mask=mask, positions=context.positions, segments=context.segments), state
+    def attend(q, k, v, *, mask, info, state, layer):
+        return dense_attention(q, k, v, mask=mask, positions=info.positions, segments=info.segments), state
 
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    context = Context(positions=positions, segments=None, attend=attend, plan=plan)
+    info = ForwardInfo(positions=positions, segments=None, attend=attend, plan=plan)
 
-    def forward(model, tokens, context):
-        hidden, _ = model(tokens, context, dtype=jnp.dtype("float32"))
-        return model.unembed(hidden, context)
+    def forward(model, tokens, info):
+        hidden, _ = model(tokens, info, dtype=jnp.dtype("float32"))
+        return model.unembed(hidden, info)
 
     with jax.default_matmul_precision("highest"):
-        return np.asarray(eqx.filter_jit(forward)(model, jnp.asarray(ids), context))
+        return np.asarray(eqx.filter_jit(forward)(model, jnp.asarray(ids), info))
 
 
 def llama_checkpoint(folder: Path) -> Path:

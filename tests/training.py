@@ -19,7 +19,7 @@ from treering.configs.train import OptimizerConfig, StepConfig
 from treering.layers.parallel.sharding import Plan
 from treering.models.checkpoint.model import named_leaves
 from treering.models.families.registry import families
-from treering.train.data.batch import IGNORED, Batch, place
+from treering.train.data.batch import IGNORED, Batch, shard_batch
 from treering.train.step import TrainState, init_state, step_program
 
 ROWS, WINDOW = 8, 32
@@ -126,7 +126,7 @@ def run(
     program = step_program(state, step, optimizer, plan, steps=len(data), batch=batch, seq=seq)
     done = Run([], [], [], {}, {}, state)
     for number, host in enumerate(data):
-        state, metrics = program(None, state, place(host, plan, rows=rows, first_row=first_row))
+        state, metrics = program(None, state, shard_batch(host, plan, rows=rows, first_row=first_row))
         done.losses.append(float(metrics.loss))
         done.norms.append(float(metrics.grad_norm))
         done.tokens.append(int(metrics.tokens))

@@ -9,13 +9,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from treering.configs.train import StepConfig
-from treering.layers.nn.gathered_weight import lower, trained
+from treering.layers.nn.gathered_weight import cast_matrices, gather_on_use
 from treering.layers.parallel.program import Program
 from treering.layers.parallel.sharding import Plan
 from treering.models.transformer import Transformer
 from treering.train.data.batch import Batch, abstract_batch, check_batch
-from treering.train.forward import output_weight, run
 from treering.train.loss import token_losses
+from treering.train.step import hidden_states, output_weight
 
 
 class LossSums(eqx.Module):
@@ -37,7 +37,7 @@ def evaluation_program(
     """`program(model, sums, batch) -> sums`, with the batch's tokens added; the sums that went in are consumed.
 
     `edges` ascend from 0: bucket i holds positions from `edges[i]` up to `edges[i + 1]`, the last one all beyond. The
-    batch is placed as for training (`train.data.batch.place`); `model` may be abstract.
+    batch is placed as for training (`train.data.batch.shard_batch`); `model` may be abstract.
 
     Raises ValueError, saying what works, where the batch or the window does not divide over the mesh.
     """
@@ -51,8 +51,8 @@ def add_losses(
 ) -> LossSums:
     """The sums with a batch's tokens added."""
     with jax.default_matmul_precision(config.precision.matmul):
-        model = trained(lower(model, jnp.dtype(config.precision.compute)), None, plan)
-        hidden = run(model, batch, config, plan)
+        model = gather_on_use(cast_matrices(model, jnp.dtype(config.precision.compute)), None, plan)
+        hidden = hidden_states(model, batch, config, plan)
         losses = token_losses(hidden, output_weight(model), batch.targets, chunk=config.loss_chunk)
     bucket = jnp.searchsorted(jnp.asarray(edges), batch.positions, side="right") - 1
     # One sum a bucket over all devices' tokens; a scatter would gather the tokens first.

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from treering.layers.attention.partial import statistics_dtype
 from treering.layers.attention.varying import vary_over, varying_axes
-from treering.layers.nn.gathered_weight import Home, TrainedWeight
+from treering.layers.nn.gathered_weight import GatheredWeight, WeightSharding
 
 
 class LossSum(eqx.Module):
@@ -32,7 +32,7 @@ class LossSum(eqx.Module):
 
 def cross_entropy(
     hidden: Float[Array, "batch seq embed"],
-    output: TrainedWeight,
+    output: GatheredWeight,
     targets: Int[Array, "batch seq"],
     *,
     chunk: int,
@@ -44,23 +44,23 @@ def cross_entropy(
     the gradient of `output` is summed in its slot's dtype. `chunk` is the number of tokens a device whose logits exist
     at a time. The z-loss adds z_loss x log(sum of exponentials)^2 a token (arXiv 2204.02311, section 5).
     """
-    how = _How(output.home, chunk, z_loss, None if output.slot is None else output.slot.dtype)
+    how = _How(output.sharding, chunk, z_loss, None if output.slot is None else output.slot.dtype)
     objective, nats = _sums(how, hidden, targets, output.value, output.slot)
     return LossSum(objective, lax.stop_gradient(nats))
 
 
 def token_losses(
-    hidden: Float[Array, "batch seq embed"], output: TrainedWeight, targets: Int[Array, "batch seq"], *, chunk: int
+    hidden: Float[Array, "batch seq embed"], output: GatheredWeight, targets: Int[Array, "batch seq"], *, chunk: int
 ) -> Float[Array, "batch seq"]:
     """Cross entropy of each token, 0 where the target is negative; arguments as `cross_entropy`. Has no gradient."""
-    return _on_devices(_How(output.home, chunk, 0.0, None), hidden, targets, output.value, gradients=False).nats
+    return _on_devices(_How(output.sharding, chunk, 0.0, None), hidden, targets, output.value, gradients=False).nats
 
 
 @dataclass(frozen=True)
 class _How:
     """The static part of a loss."""
 
-    home: Home
+    sharding: WeightSharding
     chunk: int
     z_loss: float
     wide: jnp.dtype | None
@@ -105,16 +105,16 @@ def _totals(tokens: _Tokens) -> tuple[Array, Array]:
 
 
 def _on_devices(how: _How, hidden: Array, targets: Array, weight: Array, *, gradients: bool) -> _Tokens:
-    plan = how.home.plan
+    plan = how.sharding.plan
     tokens = plan.spec("batch seq", targets.shape)
     rows = PartitionSpec(*tokens, None)
     with_weight = gradients and how.wide is not None
-    out_specs = _Tokens(tokens, tokens, rows if gradients else None, how.home.rest if with_weight else None)
+    out_specs = _Tokens(tokens, tokens, rows if gradients else None, how.sharding.sharded if with_weight else None)
     with jax.named_scope("loss"):
         return jax.shard_map(
             functools.partial(_on_device, how, gradients=gradients),
             mesh=plan.mesh,
-            in_specs=(rows, tokens, how.home.whole),
+            in_specs=(rows, tokens, how.sharding.gathered),
             out_specs=out_specs,
         )(hidden, targets, weight)
 
@@ -139,11 +139,11 @@ def _on_device(how: _How, hidden: Array, targets: Array, weight: Array, *, gradi
 
     d_weight, done = lax.scan(chunk, d_weight, (h, t))
     per_token = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count].reshape(batch, seq, *x.shape[2:]), done)
-    return per_token._replace(d_weight=None if d_weight is None else how.home.sum_to_rest(d_weight))
+    return per_token._replace(d_weight=None if d_weight is None else how.sharding.reduce_scatter(d_weight))
 
 
 def _chunk(how: _How, h: Array, t: Array, weight: Array, *, gradients: bool) -> _Tokens:
-    axes = how.home.vocab_axes()
+    axes = how.sharding.vocab_axes()
     dtype = statistics_dtype(h.dtype)
     logits = lax.dot_general(h, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     places = t - (lax.axis_index(axes) * weight.shape[0] if axes else 0)

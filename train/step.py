@@ -2,7 +2,7 @@
 
 state = init_state(model, optimizer, plan)                       # or abstract_state(...), to compile first
 step = step_program(state, config, optimizer, plan, steps=1000, batch=8, seq=4096)
-state, metrics = step(None, state, place(batch, plan))           # the state that went in is consumed
+state, metrics = step(None, state, shard_batch(batch, plan))           # the state that went in is consumed
 """
 
 import functools
@@ -16,14 +16,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from treering.configs.model import ModelConfig
 from treering.configs.precision import DType
-from treering.configs.train import OptimizerConfig, StepConfig
-from treering.layers.nn.gathered_weight import lower, slots_of, trained
+from treering.configs.train import OptimizerConfig, Remat, StepConfig
+from treering.layers.attention.local import LSE_NAME, OUT_NAME
+from treering.layers.nn.attention import ForwardInfo
+from treering.layers.nn.gathered_weight import GatheredWeight, cast_matrices, gather_on_use, gradient_slots
+from treering.layers.operations.context import ContextAttention
 from treering.layers.parallel.program import Program
 from treering.layers.parallel.sharding import Plan
 from treering.models.families.registry import families
 from treering.models.transformer import Stacked, Transformer
 from treering.train.data.batch import Batch, abstract_batch, check_batch, split
-from treering.train.forward import output_weight, run
 from treering.train.loss import LossSum, cross_entropy
 from treering.train.optim import check_schedule, clip, learning_rate, transformation
 
@@ -107,7 +109,7 @@ def step_program(
 
     `state` may be abstract. `steps` is the run's length, for the schedule; `batch` the rows of the global batch of all
     accumulation parts; `seq` the window. The batch that the program takes lies on the plan's devices in zigzag order
-    over context (`train.data.batch.place`). `program.compiled.memory_analysis()` tells its memory.
+    over context (`train.data.batch.shard_batch`). `program.compiled.memory_analysis()` tells its memory.
 
     Raises ValueError, saying what works, where the batch or the window does not divide over the mesh, or the schedule
     does not fit into the run.
@@ -161,11 +163,11 @@ def batch_gradients(
     """
     precision = config.precision
     wide = jnp.promote_types(precision.reduce, jnp.float32)
-    lowered, slots = lower(model, jnp.dtype(precision.compute)), slots_of(model, wide)
+    lowered, slots = cast_matrices(model, jnp.dtype(precision.compute)), gradient_slots(model, wide)
 
     def objective(slots: Transformer, part: Batch) -> tuple[Array, LossSum]:
-        whole = trained(lowered, slots, plan)
-        hidden = run(whole, part, config, plan)
+        whole = gather_on_use(lowered, slots, plan)
+        hidden = hidden_states(whole, part, config, plan)
         total = cross_entropy(hidden, output_weight(whole), part.targets, chunk=config.loss_chunk, z_loss=config.z_loss)
         return total.objective, total
 
@@ -188,3 +190,36 @@ def batch_gradients(
     )
     (total, sums), _ = jax.lax.scan(add, zeros, parts)
     return total, tokens, sums
+
+
+def hidden_states(model: Transformer, batch: Batch, config: StepConfig, plan: Plan) -> Float[Array, "batch seq embed"]:
+    """Final hidden states of a batch, in the compute dtype; the model's matrices are `GatheredWeight`s."""
+    info = ForwardInfo(
+        positions=batch.positions,
+        segments=batch.segments,
+        attend=ContextAttention.over(batch.segments, config.attention, plan),
+        plan=plan,
+        remat=rematerialised(config.remat),
+    )
+    hidden, _ = model(batch.tokens, info, dtype=jnp.dtype(config.precision.compute))
+    return hidden
+
+
+def output_weight(model: Transformer) -> GatheredWeight:
+    """The matrix `vocab embed` that turns hidden states into logits."""
+    if model.output is None:
+        return model.embed.table
+    assert model.output.bias is None and model.output.lora is None, "the loss multiplies with a plain matrix"
+    return model.output.weight
+
+
+def rematerialised(remat: Remat):
+    """What wraps the function of a period of blocks so that the backward pass computes it again; None for nothing.
+
+    A scan needs no guard against common subexpressions: its backward pass is another loop.
+    """
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return None
+    policy = policies.nothing_saveable if remat == "full" else policies.save_only_these_names(OUT_NAME, LSE_NAME)
+    return functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)

@@ -79,11 +79,11 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     prompt = tokenizer.encode_chat([{"role": "user", "content": text}]) if options.chat else tokenizer.encode(text)
     held = 0 if saved is None else len(saved.tokens)
     if saved is not None:
-        prompt = saved.tokens + tokenizer.going_on(prompt)
+        prompt = saved.tokens + tokenizer.without_bos(prompt)
     if len(prompt) > config.context_length:
-        told = f", {held} of them in {options.load_cache}," if held else ""
+        message = f", {held} of them in {options.load_cache}," if held else ""
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens{told} and the model's context holds {config.context_length}: "
+            f"the prompt has {len(prompt)} tokens{message} and the model's context holds {config.context_length}: "
             "shorten it"
         )
     rows = min(options.n, options.rows)
@@ -115,15 +115,15 @@ def generate(options: GenerateOptions) -> dict[str, object]:
         jax.block_until_ready(scheduler.state)
         say(f"{len(prompt) - held} tokens read in {time.perf_counter() - started:.2f} s")
         started = time.perf_counter()
-        keep(options.save_cache, scheduler, session, loaded.reader)
+        keep(options.save_cache, scheduler, session, loaded.identity)
         answers[0].started += time.perf_counter() - started  # What is told of the answer's times is without it.
     if session is not None and options.n > 1:
         scheduler.release(session)  # One answer goes on in its row; several share its full pages.
         session = None
     asked = {"end_ids": tokenizer.end_ids, "streamed": not options.json, "session": session}
-    following = {scheduler.submit(prompt, one.config, **asked): one for one in answers}
+    active = {scheduler.submit(prompt, one.config, **asked): one for one in answers}
     for event in scheduler.run():
-        piece = following[event.request].follow(event, scheduler)
+        piece = active[event.request].follow(event, scheduler)
         if not options.json:
             print(piece, end="", flush=True)
     rate = sum(answer.tokens_per_second for answer in answers)

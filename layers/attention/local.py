@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from treering.layers.attention.checks import check_shapes, check_token_data
-from treering.layers.attention.kernels import Pairs, kernel_for
+from treering.layers.attention.kernels import BlockMask, kernel_for
 from treering.layers.attention.kernels.tiles import Q_TILE
 from treering.layers.attention.mask import BlockClass, Mask, static_class
 from treering.layers.attention.partial import Partial, statistics_dtype
@@ -58,13 +58,13 @@ def local_attention(
         elif seq == kv_seq:
             kind = static_class(mask, 0, 0, seq)
     if kind is not BlockClass.MIXED:
-        pairs = Pairs(kind)
+        pairs = BlockMask(kind)
     else:
         if q_positions is None:
             q_positions = jnp.arange(seq, dtype=jnp.int32)[None]
         if kv_positions is None:
             kv_positions = jnp.arange(kv_seq, dtype=jnp.int32)[None]
-        pairs = Pairs(kind, q_positions, kv_positions, q_segments, kv_segments)
+        pairs = BlockMask(kind, q_positions, kv_positions, q_segments, kv_segments)
     pairs = jax.tree.map(jnp.asarray, pairs)
     axes = varying_axes(q, k, v, pairs)
     q, k, v, pairs = vary_over(axes, (fold_queries(q, k.shape[2]), fold_keys(k), fold_keys(v), pairs))
@@ -73,12 +73,12 @@ def local_attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q: Array, k: Array, v: Array, pairs: Pairs, mask: Mask, out_dtype: jnp.dtype) -> Partial:
+def _attend(q: Array, k: Array, v: Array, pairs: BlockMask, mask: Mask, out_dtype: jnp.dtype) -> Partial:
     return _attend_forward(q, k, v, pairs, mask, out_dtype)[0]
 
 
 def _attend_forward(
-    q: Array, k: Array, v: Array, pairs: Pairs, mask: Mask, out_dtype: jnp.dtype
+    q: Array, k: Array, v: Array, pairs: BlockMask, mask: Mask, out_dtype: jnp.dtype
 ) -> tuple[Partial, tuple]:
     kept = named(Partial(*kernel_for(pairs, mask).forward(q, k, v, pairs, mask)), out_dtype)
     return Partial(kept.out.astype(out_dtype), kept.lse), (q, k, v, pairs, kept)

@@ -32,7 +32,7 @@ def order_divisor(order: str, p: int) -> int:
 
 
 def check_order(order: Order, p: int, length: int) -> None:
-    """Raises ValueError, naming lengths that work, where `p` ranks cannot share `length` tokens in `order`."""
+    """Raises ValueError, naming lengths that work, where `p` ranks cannot split `length` tokens in `order`."""
     divisor = order_divisor(order, p)
     if length % divisor:
         below, above = length // divisor * divisor, -(-length // divisor) * divisor
@@ -43,14 +43,14 @@ def check_order(order: Order, p: int, length: int) -> None:
         )
 
 
-def rank_positions(order: Order, p: int, rank: int | Int[Array, ""], share: int) -> Int[Array, "share"]:
-    """The token positions that `rank` (traced or not) holds, in the order it holds them; `share` tokens a rank."""
-    places = jnp.arange(share, dtype=jnp.int32)
+def rank_positions(order: Order, p: int, rank: int | Int[Array, ""], local_seq: int) -> Int[Array, "local_seq"]:
+    """The token positions that `rank` (traced or not) holds, in its order; `local_seq` tokens per rank."""
+    places = jnp.arange(local_seq, dtype=jnp.int32)
     if order == "contiguous":
-        return places + rank * share
+        return places + rank * local_seq
     if order == "striped":
         return places * p + rank
-    chunk = share // 2
+    chunk = local_seq // 2
     return jnp.where(places < chunk, places + rank * chunk, places + (2 * p - 2 - rank) * chunk)
 
 
@@ -71,10 +71,10 @@ def to_order(x: AnyArray, order: Order, p: int, *, dim: int = 1) -> AnyArray:
     dim = _from_the_front(x, dim)
     check_order(order, p, x.shape[dim])
     before, after = x.shape[:dim], x.shape[dim + 1 :]
-    share = x.shape[dim] // p
+    local_seq = x.shape[dim] // p
     if order == "striped":
-        return x.reshape(*before, share, p, *after).swapaxes(dim, dim + 1).reshape(x.shape)
-    chunks = x.reshape(*before, 2, p, share // 2, *after)
+        return x.reshape(*before, local_seq, p, *after).swapaxes(dim, dim + 1).reshape(x.shape)
+    chunks = x.reshape(*before, 2, p, local_seq // 2, *after)
     early, late = _halves(chunks, dim)
     return _stack(early, _reversed(late, dim), dim + 1).reshape(x.shape)
 
@@ -86,14 +86,14 @@ def from_order(x: AnyArray, order: Order, p: int, *, dim: int = 1) -> AnyArray:
     dim = _from_the_front(x, dim)
     check_order(order, p, x.shape[dim])
     before, after = x.shape[:dim], x.shape[dim + 1 :]
-    share = x.shape[dim] // p
+    local_seq = x.shape[dim] // p
     if order == "striped":
-        return x.reshape(*before, p, share, *after).swapaxes(dim, dim + 1).reshape(x.shape)
-    early, late = _halves(x.reshape(*before, p, 2, share // 2, *after), dim + 1)
+        return x.reshape(*before, p, local_seq, *after).swapaxes(dim, dim + 1).reshape(x.shape)
+    early, late = _halves(x.reshape(*before, p, 2, local_seq // 2, *after), dim + 1)
     return _stack(early, _reversed(late, dim), dim).reshape(x.shape)
 
 
-def dealt_tokens(starts: Int[Array, "batch"], p: int, length: int) -> Int[Array, "batch seq"]:
+def striped_token_at(starts: Int[Array, "batch"], p: int, length: int) -> Int[Array, "batch seq"]:
     """Which token of a run stands at each place when runs of `length` tokens are dealt to `p` ranks, ranks in turn.
 
     Row b's run begins at position `starts[b]`, and position t goes to rank t mod p, so a run that goes on where another
@@ -104,8 +104,10 @@ def dealt_tokens(starts: Int[Array, "batch"], p: int, length: int) -> Int[Array,
     return (places[None, None, :] * p + first[:, :, None]).reshape(starts.shape[0], length)
 
 
-def dealt_places(starts: Int[Array, "batch"], p: int, length: int, tokens: Int[Array, "batch"]) -> Int[Array, "batch"]:
-    """Where one token of each run stands: the inverse of `dealt_tokens`."""
+def striped_slot_of(
+    starts: Int[Array, "batch"], p: int, length: int, tokens: Int[Array, "batch"]
+) -> Int[Array, "batch"]:
+    """Where one token of each run stands: the inverse of `striped_token_at`."""
     return (starts + tokens) % p * (length // p) + tokens // p
 
 

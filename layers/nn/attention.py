@@ -25,7 +25,7 @@ class AttentionOperation(Protocol):
         v: Float[Array, "batch seq kv_heads head_dim"],
         *,
         mask: Mask,
-        context: "Context",
+        info: "ForwardInfo",
         state: Any,
         layer: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Any]:
@@ -36,7 +36,7 @@ class AttentionOperation(Protocol):
         ...
 
 
-class Context(eqx.Module):
+class ForwardInfo(eqx.Module):
     """What a forward pass knows beside its tokens: where each stands, and how they attend."""
 
     positions: Int[Array, "batch seq"]
@@ -87,7 +87,7 @@ class Attention(eqx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, state: Any, layer: Int[Array, ""] | int
+        self, x: Float[Array, "batch seq embed"], info: ForwardInfo, state: Any, layer: Int[Array, ""] | int
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """The layer's output, and its state after these tokens."""
         q, k = self.q(x), self.k(x)
@@ -95,6 +95,6 @@ class Attention(eqx.Module):
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        q, k = rotate(q, context.positions, self.rope), rotate(k, context.positions, self.rope)
-        mixed, state = context.attend(q, k, self.v(x), mask=self.mask, context=context, state=state, layer=layer)
+        q, k = rotate(q, info.positions, self.rope), rotate(k, info.positions, self.rope)
+        mixed, state = info.attend(q, k, self.v(x), mask=self.mask, info=info, state=state, layer=layer)
         return self.out(mixed), state

@@ -51,7 +51,7 @@ def lookup(
     dealt = tuple(axis for axis in seq if axis in axes)
     whole = tuple(axis for axis in axes if axis not in dealt)
 
-    def on_device(table, ids):
+    def per_device(table, ids):
         local = ids - jax.lax.axis_index(axes) * table.shape[0]
         held = (local >= 0) & (local < table.shape[0])
         found = jnp.take(table, jnp.where(held, local, 0), axis=0, mode="clip").astype(dtype)
@@ -61,7 +61,7 @@ def lookup(
         return jax.lax.psum(found, whole) if whole else found
 
     return jax.shard_map(
-        on_device,
+        per_device,
         mesh=plan.mesh,
         in_specs=(PartitionSpec(axes, None), PartitionSpec(batch, tuple(axis for axis in seq if axis not in dealt))),
         out_specs=PartitionSpec(batch, seq, None),

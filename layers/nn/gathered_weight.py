@@ -1,6 +1,6 @@
 """A matrix as a training step, or a long chunk of a prompt, multiplies by it.
 
-At rest a matrix is split over devices that also split the batch (arXiv 1910.02054, 2304.11277). `TrainedWeight` makes
+At rest a matrix is split over devices that also split the batch (arXiv 1910.02054, 2304.11277). `GatheredWeight` makes
 it whole only while a product runs, forward and again backward, so that nothing kept for the backward pass is a whole
 matrix; and it takes the gradient in a dtype of its own, so that devices and accumulation steps add up float32 numbers
 while the product itself runs in bfloat16.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Home:
+class WeightSharding:
     """Where a matrix lives: how it is split at rest, and while it multiplies."""
 
     plan: Plan
@@ -35,24 +35,24 @@ class Home:
     shape: tuple[int, ...]
 
     @property
-    def rest(self) -> PartitionSpec:
+    def sharded(self) -> PartitionSpec:
         """How the matrix, and its gradient, are split at rest."""
         return self.plan.spec(self.dims, self.shape, "parameters")
 
     @property
-    def whole(self) -> PartitionSpec:
+    def gathered(self) -> PartitionSpec:
         """How it is split while it multiplies: by heads, mlp or vocabulary, over tensor alone."""
         return self.plan.spec(self.dims, self.shape, "activations")
 
-    def to_whole(self, value: Array) -> Array:
+    def gather(self, value: Array) -> Array:
         """The matrix as it multiplies: a gather over the axes that split it at rest only."""
         return self.plan.constrain(value, self.dims)
 
-    def to_rest(self, gradient: Array) -> Array:
+    def shard(self, gradient: Array) -> Array:
         """A gradient, split as the matrix is at rest."""
         return lax.with_sharding_constraint(gradient, self.plan.sharding(self.dims, self.shape, "parameters"))
 
-    def sum_to_rest(self, gradient: Array) -> Array:
+    def reduce_scatter(self, gradient: Array) -> Array:
         """Inside `shard_map`: the sum of the gradients that devices have from tokens of their own.
 
         Each keeps the part that it holds at rest.
@@ -72,39 +72,39 @@ class Home:
         return self.plan.axes("vocab", self.shape[0])
 
 
-class TrainedWeight(eqx.Module):
+class GatheredWeight(eqx.Module):
     """A matrix in the compute dtype, and a slot that receives its gradient. A `layers.nn.linear.StoredWeight`."""
 
     value: Float[Array, "..."]
     """What is multiplied with. It has no gradient itself."""
     slot: Float[Array, "..."] | None
     """Zeros of the matrix's shape, never read: differentiate by them, in their dtype. None where nothing is trained."""
-    home: Home = eqx.field(static=True)
+    sharding: WeightSharding = eqx.field(static=True)
 
     def matmul(self, x: Float[Array, "batch seq in"]) -> Float[Array, "batch seq out"]:
         """`x` times the matrix, its in dims and out dims each taken as one."""
-        return _product(self.home, self._slot_dtype(), x, self.value, self.slot)
+        return _product(self.sharding, self._slot_dtype(), x, self.value, self.slot)
 
     def take(self, ids: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """The rows of a table `vocab embed` at `ids`."""
-        return _take(self.home, self._slot_dtype(), ids, self.value, self.slot)
+        return _take(self.sharding, self._slot_dtype(), ids, self.value, self.slot)
 
     def _slot_dtype(self) -> jnp.dtype | None:
         return None if self.slot is None else self.slot.dtype
 
 
-def lower(model: T, dtype: jnp.dtype) -> T:
+def cast_matrices(model: T, dtype: jnp.dtype) -> T:
     """The model with every matrix cast to `dtype`: once a step, before any is gathered."""
     return jax.tree.map(lambda dims, x: x.astype(dtype) if is_matrix(dims) else x, dims_of(model), model)
 
 
-def slots_of(model: T, dtype: jnp.dtype) -> T:
+def gradient_slots(model: T, dtype: jnp.dtype) -> T:
     """What a step differentiates by: zeros of `dtype` in place of matrices, and the other arrays themselves."""
     return jax.tree.map(lambda dims, x: jnp.zeros(x.shape, dtype) if is_matrix(dims) else x, dims_of(model), model)
 
 
-def trained(lowered: T, slots: T | None, plan: Plan) -> T:
-    """The model to run: its matrices as `TrainedWeight`s, its other arrays whole on every device.
+def gather_on_use(lowered: T, slots: T | None, plan: Plan) -> T:
+    """The model to run: its matrices as `GatheredWeight`s, its other arrays whole on every device.
 
     `lowered` and `slots` are the same model from the functions of that name; without slots nothing has a gradient.
     """
@@ -113,29 +113,31 @@ def trained(lowered: T, slots: T | None, plan: Plan) -> T:
         if not is_matrix(dims):
             return plan.constrain(x if slot is None else slot, dims)
         stacked = len(dims) - len(unstacked(dims))
-        return TrainedWeight(x, slot, Home(plan, unstacked(dims), x.shape[stacked:]))
+        return GatheredWeight(x, slot, WeightSharding(plan, unstacked(dims), x.shape[stacked:]))
 
     return jax.tree.map(weight, dims_of(lowered), lowered, *([] if slots is None else [slots]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(home: Home, wide: jnp.dtype | None, x: Array, value: Array, slot: Array | None) -> Array:
-    return project(x, home.to_whole(value).reshape(-1, x.shape[-1]))
+def _product(sharding: WeightSharding, wide: jnp.dtype | None, x: Array, value: Array, slot: Array | None) -> Array:
+    return project(x, sharding.gather(value).reshape(-1, x.shape[-1]))
 
 
-def _product_forward(home: Home, wide: jnp.dtype | None, x: Array, value: Array, slot: Array | None) -> tuple:
-    return _product(home, wide, x, value, slot), (x, value)
+def _product_forward(
+    sharding: WeightSharding, wide: jnp.dtype | None, x: Array, value: Array, slot: Array | None
+) -> tuple:
+    return _product(sharding, wide, x, value, slot), (x, value)
 
 
-def _product_backward(home: Home, wide: jnp.dtype | None, kept: tuple[Array, Array], d_y: Array) -> tuple:
+def _product_backward(sharding: WeightSharding, wide: jnp.dtype | None, kept: tuple[Array, Array], d_y: Array) -> tuple:
     x, value = kept
     # Two products read it: without the barrier XLA computes what it comes from in each of their layouts.
     d_y = lax.optimization_barrier(d_y)
-    d_x = lax.dot_general(d_y, home.to_whole(value).reshape(-1, x.shape[-1]), (((2,), (0,)), ((), ())))
+    d_x = lax.dot_general(d_y, sharding.gather(value).reshape(-1, x.shape[-1]), (((2,), (0,)), ((), ())))
     if wide is None:
         return d_x, None, None
-    d_value = _sum_of_products(d_y, x, wide, on_cpu=home.plan.mesh.devices.flat[0].platform == "cpu")
-    return d_x, None, home.to_rest(d_value.reshape(home.shape))
+    d_value = _sum_of_products(d_y, x, wide, on_cpu=sharding.plan.mesh.devices.flat[0].platform == "cpu")
+    return d_x, None, sharding.shard(d_value.reshape(sharding.shape))
 
 
 _product.defvjp(_product_forward, _product_backward)
@@ -158,18 +160,20 @@ def _sum_of_products(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _take(home: Home, wide: jnp.dtype | None, ids: Array, value: Array, slot: Array | None) -> Array:
-    return lookup(home.to_whole(value), ids, home.plan, value.dtype)
+def _take(sharding: WeightSharding, wide: jnp.dtype | None, ids: Array, value: Array, slot: Array | None) -> Array:
+    return lookup(sharding.gather(value), ids, sharding.plan, value.dtype)
 
 
-def _take_forward(home: Home, wide: jnp.dtype | None, ids: Array, value: Array, slot: Array | None) -> tuple:
-    return _take(home, wide, ids, value, slot), ids
+def _take_forward(
+    sharding: WeightSharding, wide: jnp.dtype | None, ids: Array, value: Array, slot: Array | None
+) -> tuple:
+    return _take(sharding, wide, ids, value, slot), ids
 
 
-def _take_backward(home: Home, wide: jnp.dtype | None, ids: Array, d_rows: Array) -> tuple:
+def _take_backward(sharding: WeightSharding, wide: jnp.dtype | None, ids: Array, d_rows: Array) -> tuple:
     if wide is None:
         return None, None, None
-    plan, (vocab, embed), axes = home.plan, home.shape, home.vocab_axes()
+    plan, (vocab, embed), axes = sharding.plan, sharding.shape, sharding.vocab_axes()
     held_rows = vocab // plan.size(*axes)
 
     def scatter(ids, d_rows):
@@ -177,11 +181,11 @@ def _take_backward(home: Home, wide: jnp.dtype | None, ids: Array, d_rows: Array
         local = jnp.where((local >= 0) & (local < held_rows), local, held_rows)
         zeros = vary_over(varying_axes(local, d_rows), jnp.zeros((held_rows, embed), wide))
         # Row by row into wide numbers: a frequent token's sum in bfloat16 would soon stop growing.
-        return home.sum_to_rest(zeros.at[local].add(d_rows.astype(wide), mode="drop"))
+        return sharding.reduce_scatter(zeros.at[local].add(d_rows.astype(wide), mode="drop"))
 
     tokens = plan.spec("batch seq", ids.shape)
     in_specs = (tokens, PartitionSpec(*tokens, None))
-    d_table = jax.shard_map(scatter, mesh=plan.mesh, in_specs=in_specs, out_specs=home.rest)(ids, d_rows)
+    d_table = jax.shard_map(scatter, mesh=plan.mesh, in_specs=in_specs, out_specs=sharding.sharded)(ids, d_rows)
     return None, None, d_table
 
 

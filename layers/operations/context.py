@@ -7,11 +7,11 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from treering.configs.train import Attention
+from treering.configs.train import ContextParallel
 from treering.layers.attention.distributed.gather import gather_local
 from treering.layers.attention.distributed.ring import ring_local
 from treering.layers.attention.mask import Mask
-from treering.layers.nn.attention import Context
+from treering.layers.nn.attention import ForwardInfo
 from treering.layers.parallel.sharding import Plan
 
 ORDER = "zigzag"
@@ -27,10 +27,10 @@ class ContextAttention(eqx.Module):
 
     segments: Int[Array, "batch kv_seq"]
     """Documents of a row's tokens, whole on every device of the context axis: gathered once, not in each layer."""
-    algorithm: Attention = eqx.field(static=True)
+    algorithm: ContextParallel = eqx.field(static=True)
 
     @staticmethod
-    def over(segments: Int[Array, "batch seq"], algorithm: Attention, plan: Plan) -> "ContextAttention":
+    def over(segments: Int[Array, "batch seq"], algorithm: ContextParallel, plan: Plan) -> "ContextAttention":
         """The operation for a batch whose tokens belong to `segments`."""
         rows = jax.sharding.NamedSharding(plan.mesh, _rows(plan, segments))
         return ContextAttention(jax.lax.with_sharding_constraint(segments, rows), algorithm)
@@ -42,27 +42,27 @@ class ContextAttention(eqx.Module):
         v: Float[Array, "batch seq kv_heads head_dim"],
         *,
         mask: Mask,
-        context: Context,
+        info: ForwardInfo,
         state: Any,
         layer: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Any]:
         """Outputs in q's dtype; there is no state to change."""
-        plan = context.plan
+        plan = info.plan
         queries = plan.spec("batch seq heads head_dim", q.shape)
         keys = plan.spec("batch kv_seq kv_heads head_dim", k.shape)
         attend = {"ring": ring_local, "gather": gather_local}[self.algorithm]
 
-        def on_device(q, k, v, segments, all_segments):
+        def per_device(q, k, v, segments, all_segments):
             return attend(
                 q, k, v, axis="context", mask=mask, order=ORDER, segments=segments, kv_segments=all_segments
             ).out
 
         out = jax.shard_map(
-            on_device,
+            per_device,
             mesh=plan.mesh,
             in_specs=(queries, keys, keys, plan.spec("batch seq", q.shape[:2]), _rows(plan, self.segments)),
             out_specs=queries,
-        )(q, k, v, context.segments, self.segments)
+        )(q, k, v, info.segments, self.segments)
         return out, state
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from treering.layers.attention.dense import dense_attention
 from treering.layers.attention.mask import Mask
-from treering.layers.nn.attention import Context
+from treering.layers.nn.attention import ForwardInfo
 
 
 def dense_operation(
@@ -15,9 +15,9 @@ def dense_operation(
     v: Float[Array, "batch seq kv_heads head_dim"],
     *,
     mask: Mask,
-    context: Context,
+    info: ForwardInfo,
     state: Any,
     layer: Int[Array, ""] | int,
 ) -> tuple[Float[Array, "batch seq heads head_dim"], Any]:
     """A `layers.nn.attention.AttentionOperation` on one device, with every score in memory."""
-    return dense_attention(q, k, v, mask=mask, positions=context.positions, segments=context.segments), state
+    return dense_attention(q, k, v, mask=mask, positions=info.positions, segments=info.segments), state

@@ -15,7 +15,7 @@ from treering.layers.attention.distributed.tree_schemes import Scheme
 from treering.layers.attention.kernels.paged_xla import attend_pages
 from treering.layers.attention.mask import Mask
 from treering.layers.attention.partial import Partial
-from treering.layers.nn.attention import Context
+from treering.layers.nn.attention import ForwardInfo
 from treering.layers.operations.pool import NO_PAGE, PagePool
 from treering.layers.parallel.sharding import Plan, array_field
 
@@ -47,7 +47,7 @@ class PagedAttention(eqx.Module):
         v: Float[Array, "batch seq kv_heads head_dim"],
         *,
         mask: Mask,
-        context: Context,
+        info: ForwardInfo,
         state: PagePool,
         layer: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "batch seq heads head_dim"], PagePool]:
@@ -55,18 +55,20 @@ class PagedAttention(eqx.Module):
 
         Tokens of position -1 are padding: nothing is written for them and their output is 0.
         """
-        plan, seq = context.plan, q.shape[1]
+        plan, seq = info.plan, q.shape[1]
         devices = plan.size("context")
-        spread = "context" in plan.axes("seq", seq)
+        seq_sharded = "context" in plan.axes("seq", seq)
         scheme = head_scheme(plan, q.shape)
         out_dims = "batch seq out_heads head_dim" if scheme == "all_to_all" else "batch seq heads head_dim"
         pool_specs = state.specs(plan)
         kv_spec = plan.spec("batch seq kv_heads head_dim", k.shape)
         rows = plan.axes("batch", q.shape[0])
 
-        def island(q, k, v, keys, values, table, positions, layer):
+        def per_device(q, k, v, keys, values, table, positions, layer):
             rank = lax.axis_index("context")
-            own = lax.dynamic_slice_in_dim(positions, rank * q.shape[1], q.shape[1], axis=1) if spread else positions
+            own = (
+                lax.dynamic_slice_in_dim(positions, rank * q.shape[1], q.shape[1], axis=1) if seq_sharded else positions
+            )
             slots = values.shape[3]
             page, slot = _places(own, table, slots, rank, devices)
             # An index past the pool is not written; one of -1 would be its last page.
@@ -77,7 +79,7 @@ class PagedAttention(eqx.Module):
                 with jax.named_scope("cached_attention"):
                     return attend_pages(q, keys, values, layer, table, positions, rank, devices, mask)
 
-            if not spread:
+            if not seq_sharded:
                 out = tree_combine(attend(q, positions), "context", scheme=scheme).out
             elif self.fresh:
                 # As the cache would give them back.
@@ -90,7 +92,7 @@ class PagedAttention(eqx.Module):
             return out.astype(q.dtype), keys, values
 
         out, keys, values = jax.shard_map(
-            island,
+            per_device,
             mesh=plan.mesh,
             in_specs=(
                 plan.spec("batch seq heads head_dim", q.shape),
@@ -103,35 +105,35 @@ class PagedAttention(eqx.Module):
                 PartitionSpec(),
             ),
             out_specs=(plan.spec(out_dims, q.shape), *pool_specs),
-        )(q, k, v, state.keys, state.values, self.table, context.positions, jnp.asarray(layer, jnp.int32))
+        )(q, k, v, state.keys, state.values, self.table, info.positions, jnp.asarray(layer, jnp.int32))
         return out, PagePool(keys, values)
 
 
 def _pass_queries(
     attend: Callable[[Array, Array], Partial],
-    q: Float[Array, "batch share heads head_dim"],
+    q: Float[Array, "batch local_seq heads head_dim"],
     positions: Int[Array, "batch seq"],
     devices: int,
-) -> Float[Array, "batch share heads head_dim"]:
+) -> Float[Array, "batch local_seq heads head_dim"]:
     """Each device's queries over all devices' slots; `positions` are those of all queries, ranks in turn."""
-    batch, share, heads, head_dim = q.shape
+    batch, local_seq, heads, head_dim = q.shape
     q = lax.all_gather(q, "context", axis=2)
-    positions = positions.reshape(batch, devices, share).swapaxes(1, 2)
+    positions = positions.reshape(batch, devices, local_seq).swapaxes(1, 2)
     # Tiles of queries that follow each other in the text, each against the pages up to its newest token's.
-    rows = next(n for n in range(min(share, max(QUERY_TILE // devices, 1)), 0, -1) if share % n == 0)
+    rows = next(n for n in range(min(local_seq, max(QUERY_TILE // devices, 1)), 0, -1) if local_seq % n == 0)
 
     def tile(x: Array, dims: tuple[int, ...]) -> Array:
-        return jnp.moveaxis(x.reshape(batch, share // rows, rows * devices, *dims), 1, 0)
+        return jnp.moveaxis(x.reshape(batch, local_seq // rows, rows * devices, *dims), 1, 0)
 
     partial = lax.map(lambda tiles: attend(*tiles), (tile(q, (heads, head_dim)), tile(positions, ())))
 
     def to_senders(x: Array, dims: tuple[int, ...]) -> Array:
         """Devices where a message to all of them has heads."""
-        x = jnp.moveaxis(x, 0, 1).reshape(batch, share, devices, heads, *dims)
-        return x.swapaxes(2, 3).reshape(batch, share * heads, devices, *dims)
+        x = jnp.moveaxis(x, 0, 1).reshape(batch, local_seq, devices, heads, *dims)
+        return x.swapaxes(2, 3).reshape(batch, local_seq * heads, devices, *dims)
 
     partial = Partial(to_senders(partial.out, (head_dim,)), to_senders(partial.lse, ()))
-    return tree_combine(partial, "context", scheme="all_to_all").out.reshape(batch, share, heads, head_dim)
+    return tree_combine(partial, "context", scheme="all_to_all").out.reshape(batch, local_seq, heads, head_dim)
 
 
 def head_scheme(plan: Plan, shape: tuple[int, ...]) -> Scheme:

@@ -49,10 +49,10 @@ class PagePool(eqx.Module):
         """With one page of each group of devices (a coordinate of data x fsdp) copied to another of its pages."""
         specs, rows = self.specs(plan), plan.spec("batch", source.shape)
 
-        def island(keys, values, source, target):
+        def per_device(keys, values, source, target):
             return tuple(pool.at[:, target[0]].set(pool[:, source[0]]) for pool in (keys, values))
 
-        copy = jax.shard_map(island, mesh=plan.mesh, in_specs=(*specs, rows, rows), out_specs=specs)
+        copy = jax.shard_map(per_device, mesh=plan.mesh, in_specs=(*specs, rows, rows), out_specs=specs)
         return PagePool(*copy(self.keys, self.values, source, target))
 
     def read(
@@ -67,12 +67,12 @@ class PagePool(eqx.Module):
         """A layer's keys and values of one row in the order of its text, split over the context axis, 0 past `length`.
 
         `pages` are the row's, by group of devices: `NO_PAGE` in the groups that do not have the row, and past its last.
-        `tokens` is a size that `token_share` divides. One all-to-all deals the tokens.
+        `tokens` is a size that `token_divisor` divides. One all-to-all deals the tokens.
         """
         devices = plan.size("context")
         local = tokens // devices
 
-        def island(keys, values, layer, pages, length):
+        def per_device(keys, values, layer, pages, length):
             k, v = (pool.at[layer, pages[0]].get(mode="fill", fill_value=0) for pool in (keys, values))
             k, v = k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)
             both = jnp.stack([x.reshape(-1, *x.shape[2:])[:local] for x in (k, v)])
@@ -86,7 +86,7 @@ class PagePool(eqx.Module):
 
         row = plan.spec("kv_seq kv_heads head_dim", (tokens, *self.values.shape[2::2]))
         return jax.shard_map(
-            island,
+            per_device,
             mesh=plan.mesh,
             in_specs=(
                 *self.specs(plan),
@@ -110,7 +110,7 @@ class PagePool(eqx.Module):
         devices = plan.size("context")
         slots = self.values.shape[3] // devices
 
-        def island(key_pool, value_pool, layer, pages, keys, values):
+        def per_device(key_pool, value_pool, layer, pages, keys, values):
             both = jnp.stack([keys, values])
             local = both.shape[1]
             both = both.reshape(2, local // devices, devices, *both.shape[2:]).swapaxes(1, 2)
@@ -123,7 +123,7 @@ class PagePool(eqx.Module):
         row = plan.spec("kv_seq kv_heads head_dim", keys.shape)
         specs = self.specs(plan)
         written = jax.shard_map(
-            island,
+            per_device,
             mesh=plan.mesh,
             in_specs=(*specs, PartitionSpec(), plan.spec("batch row_pages", pages.shape), row, row),
             out_specs=specs,
@@ -131,7 +131,7 @@ class PagePool(eqx.Module):
         return PagePool(*written)
 
 
-def token_share(plan: Plan) -> int:
+def token_divisor(plan: Plan) -> int:
     """What divides the tokens of a row that is read or written in the order of its text: each device of the context
     axis then has as many for every other."""
     return plan.size("context") ** 2

@@ -41,12 +41,12 @@ class Dims(tuple[str, ...]):
 class Rule:
     """The mesh axes that split a dim.
 
-    `axes` must divide the dim. `spread` axes are taken besides, in order, only where they divide it too: they share
-    out work that would otherwise be repeated, so leaving them out costs time, never correctness.
+    `required_axes` must divide the dim. `optional_axes` are taken besides, in order, only where they divide it too:
+    they split work that would otherwise be repeated, so leaving them out costs time, never correctness.
     """
 
-    axes: tuple[Axis, ...] = ()
-    spread: tuple[Axis, ...] = ()
+    required_axes: tuple[Axis, ...] = ()
+    optional_axes: tuple[Axis, ...] = ()
 
 
 _BATCH = Rule(("data", "fsdp"))
@@ -54,7 +54,7 @@ _TENSOR = Rule(("tensor",))
 _CONTEXT = Rule(("context",))
 # One token in flight: each device should read only its share of the weights, so what attention hands on, the MLP and
 # the vocabulary are split over tensor x context (Helix, arXiv 2507.07120).
-_TENSOR_CONTEXT = Rule(("tensor",), spread=("context",))
+_TENSOR_CONTEXT = Rule(("tensor",), optional_axes=("context",))
 _STATE = {"pages": _BATCH, "kv_seq": _CONTEXT}
 _DECODE: dict[Role, dict[str, Rule]] = {
     "activations": {
@@ -63,7 +63,7 @@ _DECODE: dict[Role, dict[str, Rule]] = {
         "kv_heads": _TENSOR,
         "out_heads": _TENSOR_CONTEXT,
         "mlp": _TENSOR_CONTEXT,
-        "vocab": Rule(spread=("tensor", "context")),
+        "vocab": Rule(optional_axes=("tensor", "context")),
         **_STATE,
     },
     "parameters": {
@@ -71,7 +71,7 @@ _DECODE: dict[Role, dict[str, Rule]] = {
         "kv_heads": _TENSOR,
         "out_heads": _TENSOR_CONTEXT,
         "mlp": _TENSOR_CONTEXT,
-        "vocab": Rule(spread=("tensor", "context")),
+        "vocab": Rule(optional_axes=("tensor", "context")),
     },
 }
 RULES: dict[Table, dict[Role, dict[str, Rule]]] = {
@@ -84,15 +84,15 @@ RULES: dict[Table, dict[Role, dict[str, Rule]]] = {
             "kv_heads": _TENSOR,
             "out_heads": _TENSOR,
             "mlp": _TENSOR,
-            "vocab": Rule(spread=("tensor",)),
+            "vocab": Rule(optional_axes=("tensor",)),
         },
         "parameters": {
-            "embed": Rule(spread=("fsdp", "context")),
+            "embed": Rule(optional_axes=("fsdp", "context")),
             "heads": _TENSOR,
             "kv_heads": _TENSOR,
             "out_heads": _TENSOR,
             "mlp": _TENSOR,
-            "vocab": Rule(spread=("tensor",)),
+            "vocab": Rule(optional_axes=("tensor",)),
         },
     },
     # A long chunk of a prompt: its tokens are spread over context. At rest all is where decode has it, and a layer's
@@ -100,12 +100,12 @@ RULES: dict[Table, dict[Role, dict[str, Rule]]] = {
     "prefill": {
         "activations": {
             "batch": _BATCH,
-            "seq": Rule(spread=("context",)),
+            "seq": Rule(optional_axes=("context",)),
             "heads": _TENSOR,
             "kv_heads": _TENSOR,
             "out_heads": _TENSOR,
             "mlp": _TENSOR,
-            "vocab": Rule(spread=("tensor", "context")),
+            "vocab": Rule(optional_axes=("tensor", "context")),
             **_STATE,
         },
         "parameters": _DECODE["parameters"],
@@ -214,12 +214,12 @@ class Plan:
         rule = RULES[self.table][role].get(dim, Rule())
         taken: list[Axis] = []
         count = 1
-        for axis in rule.axes + rule.spread:
+        for axis in rule.required_axes + rule.optional_axes:
             here = self.mesh.shape[axis]
             if size % (count * here) == 0:
                 count *= here
                 taken.append(axis)
-            elif axis in rule.axes:
+            elif axis in rule.required_axes:
                 raise ValueError(
                     f"mesh.{axis} {here} does not divide {dim} {size}: sizes that work are {divisors(size // count)}"
                 )

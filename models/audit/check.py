@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from treering.configs.mesh import AXES, Axis
 from treering.configs.model import ModelConfig
 from treering.configs.user_file import find_in_file
-from treering.layers.nn.attention import Context
+from treering.layers.nn.attention import ForwardInfo
 from treering.layers.operations.paged import PagedAttention
 from treering.layers.parallel.sharding import Plan, Table, make_mesh
 from treering.models.audit.score import text_logits
@@ -55,10 +55,10 @@ class Finding:
 
     check: str
     verdict: Literal["ok", "skipped", "FAILED"]
-    told: str
+    message: str
 
     def __str__(self) -> str:
-        return f"{self.check:12}  {self.verdict:7}  {self.told}"
+        return f"{self.check:12}  {self.verdict:7}  {self.message}"
 
 
 class Skipped(Exception):
@@ -206,7 +206,7 @@ def abstract_plan(sizes: Mapping[Axis, int], table: Table) -> Plan:
 def tiny(config: ModelConfig) -> ModelConfig:
     """The same architecture, small enough to run in a moment: a whole pattern of blocks, and a part of one if the
     model ends in one. Contexts and windows shrink so far that 40 tokens reach past them."""
-    period = len(abstract_model(config).blocks.places)
+    period = len(abstract_model(config).blocks.pattern)
     changes: dict[str, Any] = {
         "vocab": min(config.vocab, 96),
         "layers": min(config.layers, period + (config.layers % period or period)),
@@ -250,9 +250,9 @@ def _stepwise(model: Transformer, plan: Plan, ids: list[int]) -> Float[np.ndarra
     @eqx.filter_jit
     def step(model: Transformer, pools: Any, tokens: Array, start: Array) -> tuple[Array, Any]:
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        context = Context(positions, None, PagedAttention(jnp.zeros((1, 1), jnp.int32)), plan)
-        hidden, pools = model(tokens, context, pools, dtype=jnp.dtype("float32"))
-        return model.unembed(hidden, context)[0], pools
+        info = ForwardInfo(positions, None, PagedAttention(jnp.zeros((1, 1), jnp.int32)), plan)
+        hidden, pools = model(tokens, info, pools, dtype=jnp.dtype("float32"))
+        return model.unembed(hidden, info)[0], pools
 
     pools = empty_pools(model, pages=1, page_tokens=len(ids), dtype=jnp.dtype("float32"))
     chunk = len(ids) // 2

@@ -76,7 +76,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
 
     Arrays are stored uncompressed in chunks, one folder a name, so that any sharding reads only what it needs.
     """
-    array_handler().save(_place(folder), args=save_arguments(arrays))
+    array_handler().save(_epath(folder), args=save_arguments(arrays))
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
@@ -99,21 +99,21 @@ def save_arguments(arrays: Mapping[str, Any]) -> ocp.args.PyTreeSave:
     return ocp.args.PyTreeSave(dict(arrays), save_args=chunked)
 
 
-def _place(folder: Path) -> epath.Path:
+def _epath(folder: Path) -> epath.Path:
     """The folder as tensorstore takes it, which refuses paths with `..`."""
     return epath.Path(folder.resolve())
 
 
 @contextlib.contextmanager
-def _damage_told(folder: Path) -> Iterator[None]:
+def _damage_as_value_error(folder: Path) -> Iterator[None]:
     """Whatever orbax and tensorstore raise for files that are cut, damaged or gone, as a ValueError of one line."""
     try:
         yield
     except Exception as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise
-        told = " ".join(str(error).split())[:200]
-        raise ValueError(f"{folder} is damaged or not whole: convert or copy it again ({told})") from error
+        message = " ".join(str(error).split())[:200]
+        raise ValueError(f"{folder} is damaged or not whole: convert or copy it again ({message})") from error
 
 
 def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
@@ -122,7 +122,7 @@ def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
     Raises ValueError where that is not so. orbax would find it too, but many reads are under way by then, and they tell
     of their failures on standard error.
     """
-    with _damage_told(folder):
+    with _damage_as_value_error(folder):
         return {array.name: _read_shape(array) for array in sorted(folder.iterdir()) if array.is_dir()}
 
 
@@ -174,8 +174,8 @@ def read_arrays(
     # Unbounded, all arrays would be read at once and stand in host memory twice. One shard must fit.
     largest = max(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in wanted.values())
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + 8 * largest // 10**9)
-    with _damage_told(folder):
-        return handler.restore(_place(folder), args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments))
+    with _damage_as_value_error(folder):
+        return handler.restore(_epath(folder), args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments))
 
 
 def _fits(stored: tuple[int, ...], wanted: tuple[int, ...], least: int | None) -> bool:
@@ -186,9 +186,9 @@ def _fits(stored: tuple[int, ...], wanted: tuple[int, ...], least: int | None) -
 
 def read_array(folder: Path, name: str, dtype: np.dtype) -> np.ndarray:
     """One array of `folder`, whole and on the host; `dtype` is the one that it was stored in."""
-    with _damage_told(folder):
+    with _damage_as_value_error(folder):
         return ocp.PyTreeCheckpointHandler().restore(
-            _place(folder),
+            _epath(folder),
             args=ocp.args.PyTreeRestore(
                 item={name: 0},
                 restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)},

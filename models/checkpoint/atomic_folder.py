@@ -27,7 +27,7 @@ def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path
     made = [folder for folder in partial.parents if not folder.exists()]
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with alone_in(partial, f"another process writes {path}: wait for it, or choose another destination"):
+        with exclusive_lock(partial, f"another process writes {path}: wait for it, or choose another destination"):
             try:
                 check()  # again: another process may have been here before
                 yield partial
@@ -49,7 +49,7 @@ def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path
 
 
 @contextlib.contextmanager
-def alone_in(path: Path, told: str) -> Iterator[None]:
+def exclusive_lock(path: Path, message: str) -> Iterator[None]:
     """Raises ValueError, with the words `told`, where another process is in the same context with the file or folder
     `path`, or renamed it."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -62,7 +62,7 @@ def alone_in(path: Path, told: str) -> Iterator[None]:
         except OSError:  # a file system without locks
             alone = True
         if not alone:
-            raise ValueError(told)
+            raise ValueError(message)
         yield
     finally:
         os.close(descriptor)
@@ -74,7 +74,7 @@ def empty(folder: Path) -> None:
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
-def check_place(path: Path) -> None:
+def check_creatable(path: Path) -> None:
     """Raises ValueError where `path` is no folder that can be written to, and can be made none."""
     parent = next(folder for folder in (path, *path.parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):

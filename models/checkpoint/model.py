@@ -17,7 +17,7 @@ import jax
 from treering.configs.model import ModelConfig
 from treering.layers.parallel.sharding import Plan
 from treering.models.checkpoint.arrays import DTYPES, read_arrays, write_arrays
-from treering.models.checkpoint.atomic_folder import check_place, empty, written_beside
+from treering.models.checkpoint.atomic_folder import check_creatable, empty, written_beside
 from treering.models.checkpoint.hashing import all_finite, fingerprint, hash_arrays
 from treering.models.checkpoint.record import RECORD, WEIGHTS, Record, read_record
 from treering.models.families import families
@@ -31,10 +31,20 @@ def abstract_model(config: ModelConfig) -> Transformer:
     return eqx.filter_eval_shape(lambda: family.init(config, jax.random.key(0)))
 
 
+_IN_FILES = (("blocks.pattern.", "blocks.places."), ("blocks.tail.", "blocks.rest."))
+"""Parts of a tree that have older names in files, and keep them: checkpoints and fingerprints stay what they are."""
+
+
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The arrays (or shapes) of `tree` by their paths, such as `blocks.places.0.attention.q.weight`."""
+    """The arrays (or shapes) of `tree` by their names in files: paths such as `blocks.places.0.attention.q.weight`."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, _is_array))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return {_name_in_files(jax.tree_util.keystr(path, simple=True, separator=".")): leaf for path, leaf in leaves}
+
+
+def _name_in_files(path: str) -> str:
+    for part, older in _IN_FILES:
+        path = path.replace(part, older)
+    return path
 
 
 def _is_array(leaf: Any) -> bool:
@@ -94,7 +104,7 @@ def check_destination(path: str | Path, *, overwrite: bool) -> None:
     only a checkpoint ever is."""
     path = Path(path)
     if not path.exists():
-        return check_place(path)
+        return check_creatable(path)
     if not overwrite:
         raise ValueError(f"{path} exists: choose another destination, or replace it with --overwrite")
     if not path.is_dir() or (any(path.iterdir()) and not (path / RECORD).is_file()):

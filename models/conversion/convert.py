@@ -85,11 +85,11 @@ def _save_tokenizer(source: Source, config: ModelConfig, folder: Path) -> None:
         return
     tokenizer = Tokenizer.from_folder(folder, origin=source.fields.name)
     size = tokenizer.vocab_size
-    told = f"the tokenizer of {source.fields.name} has {size} tokens and the embedding table {config.vocab}"
+    message = f"the tokenizer of {source.fields.name} has {size} tokens and the embedding table {config.vocab}"
     if tokenizer.text_vocab_size > config.vocab:
-        raise ValueError(told)
+        raise ValueError(message)
     if size > config.vocab:
-        print(f"{told}: those beyond it are special tokens, which a prompt must not hold", file=sys.stderr)
+        print(f"{message}: those beyond it are special tokens, which a prompt must not hold", file=sys.stderr)
 
 
 def _write_weights(

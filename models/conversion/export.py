@@ -17,7 +17,7 @@ import numpy as np
 from treering.configs.model import ModelConfig
 from treering.layers.parallel.sharding import Dims, dims_of, unstacked
 from treering.models.checkpoint.arrays import DTYPES, read_array, read_shapes
-from treering.models.checkpoint.atomic_folder import check_place, empty, written_beside
+from treering.models.checkpoint.atomic_folder import check_creatable, empty, written_beside
 from treering.models.checkpoint.hashing import fingerprint, hash_array
 from treering.models.checkpoint.model import abstract_model, named_leaves
 from treering.models.checkpoint.record import RECORD, WEIGHTS, Record, read_record
@@ -62,7 +62,7 @@ def _check_destination(checkpoint: Path, folder: Path, *, overwrite: bool) -> No
     if here == there or here in there.parents or there in here.parents:
         raise ValueError(f"{folder} lies in the checkpoint {checkpoint} or around it: choose another destination")
     if not folder.exists():
-        return check_place(folder)
+        return check_creatable(folder)
     if not overwrite:
         raise ValueError(f"{folder} exists: choose another destination, or replace it with --overwrite")
     ours = folder.is_dir() and (folder / "config.json").is_file() and not (folder / RECORD).exists()

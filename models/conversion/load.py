@@ -81,14 +81,14 @@ def load_source(source: Source, config: ModelConfig, plan: Plan, dtype: str | No
     arrays, static = eqx.partition(abstract_model(config), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     shardings = _shardings(plan, arrays)
     parameters = match(source, config, None if dtype is None else DTYPES[dtype])
-    placed = {}
+    on_devices = {}
     with byte_progress() as progress:
         total = sum(parameter.nbytes for parameter in parameters.values())
         task = progress.add_task("loading", total=total)
         for name, parameter in parameters.items():
-            placed[name] = _place(parameter, shardings[name], lambda count: progress.advance(task, count))
+            on_devices[name] = _to_devices(parameter, shardings[name], lambda count: progress.advance(task, count))
     structure = jax.tree.structure(arrays)
-    return eqx.combine(jax.tree.unflatten(structure, [placed[name] for name in shardings]), static)
+    return eqx.combine(jax.tree.unflatten(structure, [on_devices[name] for name in shardings]), static)
 
 
 def _shardings(plan: Plan, arrays: Transformer) -> dict[str, jax.sharding.NamedSharding]:
@@ -96,7 +96,9 @@ def _shardings(plan: Plan, arrays: Transformer) -> dict[str, jax.sharding.NamedS
     return {name: leaf.sharding for name, leaf in named_leaves(plan.abstract(arrays, "parameters")).items()}
 
 
-def _place(parameter: Parameter, sharding: jax.sharding.NamedSharding, advance: Callable[[int], None]) -> jax.Array:
+def _to_devices(
+    parameter: Parameter, sharding: jax.sharding.NamedSharding, advance: Callable[[int], None]
+) -> jax.Array:
     array = np.empty(parameter.shape, parameter.dtype)
     fill(parameter, array, advance)
     # Waits: the next parameter takes the place of this one in host memory.

@@ -18,7 +18,7 @@ from treering.configs.gemma import Gemma3Config
 from treering.configs.rope import DefaultRope
 from treering.layers.attention.mask import Mask
 from treering.layers.attention.partial import statistics_dtype
-from treering.layers.nn.attention import Attention, Context
+from treering.layers.nn.attention import Attention, ForwardInfo
 from treering.layers.nn.embed import Embedding
 from treering.layers.nn.linear import Linear
 from treering.layers.nn.mlp import SwiGLU
@@ -105,13 +105,13 @@ class SandwichBlock(eqx.Module):
     mlp_out_norm: OffsetRMSNorm
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, state: Any, layer: Int[Array, ""] | int
+        self, x: Float[Array, "batch seq embed"], info: ForwardInfo, state: Any, layer: Int[Array, ""] | int
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """The residual after this block, and the block's state after these tokens."""
-        mixed, state = self.attention(self.attention_norm(x), context, state, layer)
+        mixed, state = self.attention(self.attention_norm(x), info, state, layer)
         x = x + self.attention_out_norm(mixed)
         x = x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
-        return context.plan.constrain(x, "batch seq embed"), state
+        return info.plan.constrain(x, "batch seq embed"), state
 
 
 def init(config: Gemma3Config, key: PRNGKeyArray) -> Transformer:

@@ -112,8 +112,8 @@ def config_of(fields: Fields) -> ModelConfig:
             return fields.keys.get(known, known)
 
         # A field stands before its value.
-        told = re.sub(r"\b[a-z_]+(?= (?:is )?-?\d| that work)", theirs, str(error))
-        raise ValueError(f"{fields.name}: {told}") from error
+        message = re.sub(r"\b[a-z_]+(?= (?:is )?-?\d| that work)", theirs, str(error))
+        raise ValueError(f"{fields.name}: {message}") from error
 
 
 def family_of(fields: Fields) -> Family:

@@ -134,8 +134,8 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # Whatever torch raises for files that it cannot read, or will not.
-        told = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} cannot be read as tensors, or is damaged or truncated: {told}") from error
+        message = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} cannot be read as tensors, or is damaged or truncated: {message}") from error
     named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
     if not named or not all(torch.is_tensor(tensor) for tensor in found.values()):
         raise ValueError(f"{path} holds something else than named tensors")

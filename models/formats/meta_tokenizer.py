@@ -119,8 +119,8 @@ def _sentencepiece(file: Path) -> dict[str, Any]:
     try:
         model: Any = sentencepiece.SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError) as error:
-        told = " ".join(str(error).split())[:200]
-        raise ValueError(f"{file} is neither SentencePiece's nor tiktoken's, or it is damaged: {told}") from None
+        message = " ".join(str(error).split())[:200]
+        raise ValueError(f"{file} is neither SentencePiece's nor tiktoken's, or it is damaged: {message}") from None
     kinds = ((model.is_unknown, _UNKNOWN), (model.is_control, _CONTROL), (model.is_byte, _BYTE))
     ids = range(model.vocab_size())
     return {

@@ -141,10 +141,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("TREERING_TRACEBACK"):
             raise
-        told = importlib.import_module("treering.configs.cli").as_typed(str(error), rest)
+        message = importlib.import_module("treering.configs.cli").as_typed(str(error), rest)
         if isinstance(error, OSError) and error.filename:
-            told = f"{error.filename}: {error.strerror}"
-        print(f"treering{' ' + name if name in COMMANDS else ''}: {' '.join(told.split())}", file=sys.stderr)
+            message = f"{error.filename}: {error.strerror}"
+        print(f"treering{' ' + name if name in COMMANDS else ''}: {' '.join(message.split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -43,27 +43,27 @@ def listing() -> str:
         lines += [name, *(f"    {line.strip()}" for line in (recipe.__doc__ or "").strip().splitlines()), ""]
     lines += [
         "A recipe of your own: treering train path/to/recipes.py:NAME, a function that returns a RunConfig. One with",
-        "two parameters, as fine_tune, is given the path of --start and the configuration of the model there.",
+        "two parameters, as fine_tune, is given the path of --init-from and the configuration of the model there.",
         "`treering train RECIPE --help` lists every option with the recipe's value.",
     ]
     return "\n".join(lines)
 
 
 def starting_weights(name: str, overrides: list[str]) -> tuple[str, ModelConfig]:
-    """What `--start` names, and its model; an example of both where only help is asked for.
+    """What `--init-from` names, and its model; an example of both where only help is asked for.
 
-    Raises ValueError without `--start`, and what `open_model` raises.
+    Raises ValueError without `--init-from`, and what `open_model` raises.
     """
     from treering.models.conversion.load import open_model
     from treering.train.run.folder import weights_of
 
-    given = [value for flag, value in zip(overrides, overrides[1:], strict=False) if flag == "--start"]
-    given += [argument.partition("=")[2] for argument in overrides if argument.startswith("--start=")]
+    given = [value for flag, value in zip(overrides, overrides[1:], strict=False) if flag == "--init-from"]
+    given += [argument.partition("=")[2] for argument in overrides if argument.startswith("--init-from=")]
     if given:
         return given[-1], open_model(weights_of(given[-1])).config
     if {"-h", "--help"} & set(overrides):
         return "WEIGHTS", LLAMA_3_2_1B
-    raise ValueError(f"{name} starts from weights that you have: --start CHECKPOINT, HF_FOLDER or FILE.gguf")
+    raise ValueError(f"{name} starts from weights that you have: --init-from CHECKPOINT, HF_FOLDER or FILE.gguf")
 
 
 def find_recipe(name: str) -> Callable[..., RunConfig]:

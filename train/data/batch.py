@@ -44,7 +44,7 @@ def check_batch(plan: Plan, *, batch: int, seq: int, accumulation: int = 1) -> N
     check_order(ORDER, plan.size("context"), seq)
 
 
-def place(batch: Batch, plan: Plan, *, rows: int | None = None, first_row: int = 0) -> Batch:
+def shard_batch(batch: Batch, plan: Plan, *, rows: int | None = None, first_row: int = 0) -> Batch:
     """A host batch in token order, put onto the plan's devices in zigzag order over the context axis.
 
     With several processes `rows` is the number of rows of the global batch, and `batch` holds those from `first_row`

@@ -15,11 +15,11 @@ SAMPLED = 64 << 20
 """Bytes that are read of each source: all of its files, where they hold no more."""
 _PIECES = 16
 
-Marks = dict[str, dict[str, Any]]
+FileFingerprints = dict[str, dict[str, Any]]
 """By the paths of sources, what tells their files from others."""
 
 
-def marks_of(sources: tuple[Source, ...]) -> Marks:
+def fingerprint_files(sources: tuple[Source, ...]) -> FileFingerprints:
     """Of those sources that are files here; not of data sets of the hub."""
     found = {}
     for path in {source.path for source in sources}:

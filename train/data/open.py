@@ -7,7 +7,7 @@ from treering.configs.run import RunConfig
 from treering.models.tokenizer import Tokenizer
 from treering.train.data.sources import open_source
 from treering.train.data.store import TokenStore, cache_folder, hash_folder, tokenise
-from treering.train.data.stream import Mixture, Rows, StoredBlocks, StreamedBlocks
+from treering.train.data.stream import Mixture, PackedRows, StoredBlocks, StreamedBlocks
 
 REPORTED_DOCUMENTS = 1 << 20
 """Stores of more documents than this are not packed as a whole for a report."""
@@ -45,14 +45,14 @@ def open_data(config: RunConfig, tokenizer_folder: Path) -> Data:
         else:
             store = tokenise(source, tokenizer, **marks)
             blocks = StoredBlocks(store, block, (config.seed, number, 0))
-        rows = Rows(blocks, data.window, (config.seed, number, 1), masked=source.trained is not None)
+        rows = PackedRows(blocks, data.window, (config.seed, number, 1), masked=source.trained is not None)
         parts.append(rows)
         lines.append(f"packed {source.path}: {_report(rows, source.path)}")
     held_out = [tokenise(source, tokenizer, **marks) for source in data.held_out]
     return Data(Mixture(parts, [source.weight for source in data.sources]), held_out, lines)
 
 
-def _report(rows: Rows, path: str) -> str:
+def _report(rows: PackedRows, path: str) -> str:
     """Of a whole epoch of stored documents, or of a first block; ValueError where an epoch makes no row."""
     store = rows.blocks.store if isinstance(rows.blocks, StoredBlocks) else None
     whole = store is not None and len(store) <= REPORTED_DOCUMENTS

@@ -32,8 +32,8 @@ def open_source(source: Source, *, streaming: bool, cache: Path) -> Any:
     Raises ValueError for a path that is not there or cannot be read, a split or column that is missing, and a data set
     without rows.
     """
-    opened = told(source, lambda: _open(source, streaming, cache))
-    first = told(source, lambda: next(iter(opened)))
+    opened = reading_source(source, lambda: _open(source, streaming, cache))
+    first = reading_source(source, lambda: next(iter(opened)))
     columns = [source.column] if source.trained is None else [source.column, source.trained]
     for column in columns:
         if column not in first:
@@ -41,7 +41,7 @@ def open_source(source: Source, *, streaming: bool, cache: Path) -> Any:
     return opened.select_columns(columns)
 
 
-def told(source: Source, read: Callable[[], Any]) -> Any:
+def reading_source(source: Source, read: Callable[[], Any]) -> Any:
     """The result of `read()`; whatever it raises becomes a ValueError in one line that names the source."""
     try:
         return read()

@@ -21,7 +21,7 @@ from treering.configs.data import Source
 from treering.configs.run import RunConfig
 from treering.models.tokenizer import Tokenizer
 from treering.train.data.packing import Document
-from treering.train.data.sources import open_source, place_of, told
+from treering.train.data.sources import open_source, place_of, reading_source
 
 _VERSION = 2
 """Part of the fingerprint: rises when the same data would give other tokens."""
@@ -166,7 +166,7 @@ def _documents(
             texts = [row[a:b] for row, within in zip(column, ranges, strict=True) if row for a, b in within or []]
         return column, ranges, sum(len(text.encode()) for text in texts)
 
-    while (found := told(source, read)) is not None:
+    while (found := reading_source(source, read)) is not None:
         column, ranges, size = found
         yield encode_rows(column, source, tokenizer, vocab=vocab, end=end, ranges=ranges), size
 

@@ -21,7 +21,7 @@ from treering.layers.parallel.sharding import Plan
 from treering.models.tokenizer import Tokenizer
 from treering.train.data.batch import Batch
 from treering.train.data.packing import Document, Piece, Report, Row, empty_row, fill_row, pack_documents
-from treering.train.data.sources import told
+from treering.train.data.sources import reading_source
 from treering.train.data.store import TokenStore, encode_rows
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class StreamedBlocks:
         documents: list[Document] = []
         total = 0
         following = {"epoch": at["epoch"] + 1, "stream": self._fresh}
-        while (example := told(self.source, lambda: next(examples, None))) is not None:
+        while (example := reading_source(self.source, lambda: next(examples, None))) is not None:
             ranges = None if self.source.trained is None else [example[self.source.trained]]
             (document,) = encode_rows(
                 [example[self.source.column]],
@@ -122,7 +122,7 @@ class StreamedBlocks:
         return [len(document.tokens) for document in documents], documents.__getitem__, following
 
 
-class Rows:
+class PackedRows:
     """The packed rows of one source without end, from any position."""
 
     def __init__(self, blocks: Blocks, window: int, seed: tuple[int, ...], *, masked: bool = False):
@@ -175,7 +175,7 @@ class Rows:
 class Mixture:
     """Rows of several sources, so that at each point each has had its share as nearly as whole rows allow."""
 
-    def __init__(self, parts: Sequence[Rows], weights: Sequence[float]):
+    def __init__(self, parts: Sequence[PackedRows], weights: Sequence[float]):
         self.parts = parts
         self.shares = np.asarray(weights, np.float64) / np.sum(weights)
         self.counts = [0] * len(parts)

@@ -16,7 +16,7 @@ from treering.configs.run import RunConfig
 from treering.models.conversion.load import open_model
 from treering.models.tokenizer import TOKENIZER
 from treering.train.data.new_tokenizer import BYTE_VOCAB, write_tokenizer
-from treering.train.data.sources import open_source, told
+from treering.train.data.sources import open_source, reading_source
 from treering.train.data.store import cache_folder, hash_folder
 
 
@@ -73,7 +73,7 @@ def _new_tokenizer(config: RunConfig) -> Path:
     folder = cache / "tokenizers" / hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
 
     def make(partial: Path) -> None:
-        columns = [told(source, functools.partial(rows.__getitem__, source.column)) for source, rows in texts]
+        columns = [reading_source(source, functools.partial(rows.__getitem__, source.column)) for source, rows in texts]
         rows = (row for column in columns for row in column if row)
         write_tokenizer(partial, "bpe" if kind == "bpe" else "bytes", rows, config.model.vocab)
 

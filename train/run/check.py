@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from treering.configs.model import ModelConfig
-from treering.configs.run import RunConfig, fixed, flat
+from treering.configs.run import RENAMED, RunConfig, flat, resume_invariant
 from treering.layers.parallel.sharding import Plan
-from treering.models.checkpoint.atomic_folder import check_place
+from treering.models.checkpoint.atomic_folder import check_creatable
 from treering.models.checkpoint.record import CHECKPOINTS, read_config
 from treering.models.conversion.load import open_model
 from treering.train.data.batch import check_batch
@@ -33,26 +34,27 @@ def check_run(config: RunConfig, plan: Plan) -> None:
         if getattr(config.evaluate, name) is not None and not config.data.held_out:
             raise ValueError(f"evaluate.{name} goes with data.held_out: without, there is nothing to evaluate on")
     check_folder(config)
-    check_place(cache_folder(config))
-    if config.start is not None:
-        check_same_weights(config.model, open_model(weights_of(config.start)).config, config.start)
-    if config.go_on_from is not None:
-        step = newest_step(config.go_on_from)
-        there = read_config(Path(config.go_on_from) / CHECKPOINTS / str(step) / "model")
-        check_same_weights(config.model, there, config.go_on_from)
+    check_creatable(cache_folder(config))
+    if config.init_from is not None:
+        check_same_weights(config.model, open_model(weights_of(config.init_from)).config, config.init_from)
+    if config.resume_from is not None:
+        step = newest_step(config.resume_from)
+        there = read_config(Path(config.resume_from) / CHECKPOINTS / str(step) / "model")
+        check_same_weights(config.model, there, config.resume_from)
 
 
 def check_folder(config: RunConfig) -> None:
     """Raises ValueError where the run's folder holds something else, or a run that computes something else."""
     folder = Path(config.folder)
     if not folder.exists():
-        return check_place(folder)
+        return check_creatable(folder)
     if not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG).is_file()):
         raise ValueError(f"{folder} exists and holds no run: choose another --folder")
     if not (folder / CONFIG).is_file():
         return
-    there = fixed(json.loads((folder / CONFIG).read_text()))
-    here = json.loads(json.dumps(config.fixed()))
+    written: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    there = resume_invariant({RENAMED.get(name, name): value for name, value in written.items()})
+    here = json.loads(json.dumps(config.resume_invariant()))
     differ = [
         f"{name} is {there.get(name, 'not set')} there and {here.get(name, 'not set')} here"
         for name in here | there

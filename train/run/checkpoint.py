@@ -166,10 +166,12 @@ class Checkpoints:
         except Exception as error:  # Whatever orbax and tensorstore raise for a disk that does not take the data.
             for unfinished in self.folder.glob("*tmp*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
-            told = " ".join(str(error).split())[:300]
+            message = " ".join(str(error).split())[:300]
             what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
             number = error.errno if isinstance(error, OSError) and error.errno else 5
-            raise OSError(number, f"{what} could not be written ({told}); {self._whole()}", str(self.folder)) from error
+            raise OSError(
+                number, f"{what} could not be written ({message}); {self._whole()}", str(self.folder)
+            ) from error
 
     def _whole(self) -> str:
         steps = finished_steps(self.folder)

@@ -10,7 +10,7 @@ from treering.configs.run import RunConfig, flat
 from treering.layers.parallel.sharding import Plan
 from treering.models.checkpoint.record import CHECKPOINTS, RECORD
 from treering.models.tokenizer import TOKENIZER
-from treering.train.data.file_fingerprints import Marks, marks_of
+from treering.train.data.file_fingerprints import FileFingerprints, fingerprint_files
 from treering.train.run.checkpoint import finished_steps, restore
 from treering.train.step import TrainState
 
@@ -35,7 +35,7 @@ def weights_of(path: str) -> Path:
     return folder / "model" if (folder / "model" / RECORD).is_file() else folder
 
 
-def make_folder(folder: Path, config: RunConfig, tokenizer: Path, files: Marks) -> None:
+def make_folder(folder: Path, config: RunConfig, tokenizer: Path, files: FileFingerprints) -> None:
     """Writes what a run's folder, which exists, holds from the start: config, marks of the data, tokenizer."""
     (folder / CONFIG).write_text(json.dumps(flat(config), indent=2) + "\n")
     (folder / DATA).write_text(json.dumps(files, indent=2) + "\n")
@@ -65,19 +65,19 @@ def newest(
     raise ValueError(f"no checkpoint in {folder} can be read: {'; '.join(faults)}")
 
 
-def check_data_files(config: RunConfig) -> Marks:
+def check_data_files(config: RunConfig) -> FileFingerprints:
     """What the files of the run's sources are known by, for its folder.
 
     Raises ValueError where they are not those that the run, or the one that it goes on from, has read so far.
     """
-    here = marks_of(config.data.sources)
-    for run in filter(None, (config.folder, config.go_on_from)):
+    here = fingerprint_files(config.data.sources)
+    for run in filter(None, (config.folder, config.resume_from)):
         if finished_steps(Path(run) / CHECKPOINTS):
             check_same_files(Path(run), here)
     return here
 
 
-def check_same_files(run: Path, here: Marks) -> None:
+def check_same_files(run: Path, here: FileFingerprints) -> None:
     """Raises ValueError where a file is not what the run in the folder `run` read under its name."""
     there = json.loads((run / DATA).read_text()) if (run / DATA).is_file() else {}
     for path in here.keys() & there.keys():
@@ -86,5 +86,5 @@ def check_same_files(run: Path, here: Marks) -> None:
             raise ValueError(
                 f"{path} has changed since the run in {run} began: {then} file(s) then, {now} now"
                 f"{', with other content' if then == now else ''}. Put it back, or begin another run with the weights "
-                f"of this one: --start {run}, and another --folder"
+                f"of this one: --init-from {run}, and another --folder"
             )

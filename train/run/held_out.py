@@ -9,7 +9,7 @@ import jax
 from treering.configs.run import RunConfig
 from treering.layers.parallel.sharding import Plan
 from treering.models.transformer import Transformer
-from treering.train.data.batch import Batch, place
+from treering.train.data.batch import Batch, shard_batch
 from treering.train.data.store import TokenStore
 from treering.train.data.stream import ahead, held_out_batches, process_rows
 from treering.train.evaluate import empty_sums, evaluation_program
@@ -33,7 +33,7 @@ class HeldOut:
         found = held_out_batches(
             self._stores, self._window, self._rows, self._mine, stride=evaluate.stride, limit=evaluate.rows
         )
-        return (place(batch, self._plan, rows=self._rows, first_row=self._mine.start) for batch in found)
+        return (shard_batch(batch, self._plan, rows=self._rows, first_row=self._mine.start) for batch in found)
 
     def evaluate(self, model: Transformer) -> dict[str, Any]:
         """Mean loss in nats a token, also by position in the document, and bits a byte where the data is text.

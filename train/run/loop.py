@@ -15,12 +15,12 @@ from treering.configs.run import RunConfig
 from treering.layers.parallel.devices import describe, plan_for, simulate_cpu_devices
 from treering.layers.parallel.program import Program
 from treering.layers.parallel.sharding import Plan
-from treering.models.checkpoint.atomic_folder import alone_in
+from treering.models.checkpoint.atomic_folder import exclusive_lock
 from treering.models.checkpoint.record import CHECKPOINTS
 from treering.models.conversion.load import open_model
 from treering.models.families import families
 from treering.models.tokenizer import TOKENIZER
-from treering.train.data.batch import place
+from treering.train.data.batch import shard_batch
 from treering.train.data.open import open_data
 from treering.train.data.stream import ahead, batches, process_rows
 from treering.train.data.tokenizer import find_tokenizer
@@ -69,7 +69,7 @@ def train(config: RunConfig) -> Outcome:
     check_run(config, plan)
 
     # Data: tokenised, packed, and the rows that this process makes of each batch.
-    origin = config.start or config.go_on_from
+    origin = config.init_from or config.resume_from
     tokenizer = find_tokenizer(config, None if origin is None else weights_of(origin))
     files = check_data_files(config)
     data = open_data(config, tokenizer)
@@ -102,20 +102,20 @@ def train(config: RunConfig) -> Outcome:
 
     # Where the state comes from: the first of these that there is.
     # 1. this run's own newest checkpoint,
-    # 2. the newest checkpoint of the run `go_on_from`,
-    # 3. the weights of `start`, at step 0,
+    # 2. the newest checkpoint of the run `resume_from`,
+    # 3. the weights of `init_from`, at step 0,
     # 4. random weights from `seed`.
     folder = Path(config.folder)
     if finished_steps(folder / CHECKPOINTS):
         state, position = newest(folder / CHECKPOINTS, shapes, plan, say)
-    elif config.go_on_from is not None:
-        state, position = newest(Path(config.go_on_from) / CHECKPOINTS, shapes, plan, say)
+    elif config.resume_from is not None:
+        state, position = newest(Path(config.resume_from) / CHECKPOINTS, shapes, plan, say)
     else:
-        if config.start is not None:
-            weights = open_model(weights_of(config.start)).load(plan, config.step.precision.params)
+        if config.init_from is not None:
+            weights = open_model(weights_of(config.init_from)).load(plan, config.step.precision.params)
             # The arrays of those weights in the model of this run, whose context may be longer.
             model = jax.tree.unflatten(jax.tree.structure(shapes.model), jax.tree.leaves(weights))
-            say(f"started from the weights of {weights_of(config.start)}")
+            say(f"started from the weights of {weights_of(config.init_from)}")
         else:
             init = families()[config.model.family].init
             model = plan.init(lambda: init(config.model, jax.random.key(config.seed)), "parameters")
@@ -133,8 +133,8 @@ def train(config: RunConfig) -> Outcome:
     at_the_end = contextlib.ExitStack()
     if first_process:
         folder.mkdir(parents=True, exist_ok=True)
-        told = f"another process trains in {folder}: wait for it, or choose another --folder"
-        at_the_end.enter_context(alone_in(folder, told))
+        message = f"another process trains in {folder}: wait for it, or choose another --folder"
+        at_the_end.enter_context(exclusive_lock(folder, message))
         make_folder(folder, config, tokenizer, files)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("the run's folder")
@@ -149,7 +149,7 @@ def train(config: RunConfig) -> Outcome:
     watchdog = Watchdog(config.watch.stalled, config.watch.stalled_seconds)
     profile = Profile(folder, config.watch.profile)
     stream = ahead(
-        (place(batch, plan, rows=config.data.batch, first_row=mine.start), after)
+        (shard_batch(batch, plan, rows=config.data.batch, first_row=mine.start), after)
         for batch, after in batches(data.mixture, config.data.batch, mine)
     )
     evaluated, asked_to_stop = None, False
@@ -187,18 +187,20 @@ def train(config: RunConfig) -> Outcome:
             with jax.transfer_guard("allow"):
                 checkpoints.wait()
         except TooManySkips as skips:
-            told = f"step {skips.step} was the last of {config.watch.skips} in a row without a finite loss and gradient"
+            message = (
+                f"step {skips.step} was the last of {config.watch.skips} in a row without a finite loss and gradient"
+            )
             with jax.transfer_guard("allow"):
                 try:
                     save()
                     checkpoints.wait()
                 except ValueError as error:  # The state itself is not finite.
-                    raise Stopped(f"{told}; {error}", status=1) from None
+                    raise Stopped(f"{message}; {error}", status=1) from None
             advice = "lower the learning rate, or look at the data"
-            raise Stopped(f"{told}; the run is saved at step {step}: {advice}", status=1) from None
+            raise Stopped(f"{message}; the run is saved at step {step}: {advice}", status=1) from None
     if asked_to_stop and step < last:
-        told = f"stopped by {asked.which.name} after step {step}, and saved: the same command goes on"
-        raise Stopped(told, status=128 + asked.which)
+        message = f"stopped by {asked.which.name} after step {step}, and saved: the same command goes on"
+        raise Stopped(message, status=128 + asked.which)
     say(f"done: steps {first_step + 1} to {step}; the model is {folder / CHECKPOINTS / str(step) / 'model'}")
     return Outcome(step, recorder.newest, evaluated)
 
@@ -210,11 +212,11 @@ def memory_in_words(program: Program, plan: Plan) -> str:
         return "its memory is not known"
     kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     needed = kept + analysis.temp_size_in_bytes
-    told = f"{needed / 2**20:,.0f} MiB a device, {analysis.temp_size_in_bytes / 2**20:,.0f} of them temporary"
+    message = f"{needed / 2**20:,.0f} MiB a device, {analysis.temp_size_in_bytes / 2**20:,.0f} of them temporary"
     limit = (plan.mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
     if limit is not None and needed > limit:
         raise ValueError(
-            f"the step needs {told}, and a device has {limit / 2**20:,.0f} MiB: use more devices (mesh.context for "
+            f"the step needs {message}, and a device has {limit / 2**20:,.0f} MiB: use more devices (mesh.context for "
             "long windows, mesh.fsdp for parameters), more step.accumulation, step.remat full, or a shorter window"
         )
-    return told
+    return message

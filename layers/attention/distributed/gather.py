@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from treering.layers.attention.checks import check_shapes
-from treering.layers.attention.distributed.global_arrays import island
+from treering.layers.attention.distributed.global_arrays import shard_map_attention
 from treering.layers.attention.distributed.token_layout import Tokens
 from treering.layers.attention.kernels import kernel_for
 from treering.layers.attention.local import delta, fold_keys, fold_queries, named, unfold_partial
@@ -68,13 +68,15 @@ def gather_partial(
     head_axes: tuple[str, ...] | None = None,
 ) -> Partial:
     """Gather attention with its log-sum-exp; arguments, errors and gradients as `ring_partial`."""
-    return island(gather_local, q, k, v, mesh, axis, mask, positions, segments, order, batch_axes, head_axes)
+    return shard_map_attention(
+        gather_local, q, k, v, mesh, axis, mask, positions, segments, order, batch_axes, head_axes
+    )
 
 
 def gather_local(
-    q: Float[Array, "batch share heads head_dim"],
-    k: Float[Array, "batch share kv_heads head_dim"],
-    v: Float[Array, "batch share kv_heads head_dim"],
+    q: Float[Array, "batch local_seq heads head_dim"],
+    k: Float[Array, "batch local_seq kv_heads head_dim"],
+    v: Float[Array, "batch local_seq kv_heads head_dim"],
     *,
     axis: str,
     mask: Mask = Mask(),
@@ -92,7 +94,7 @@ def gather_local(
     tokens = Tokens.of_device(
         axis,
         batch=q.shape[0],
-        share=q.shape[1],
+        local_seq=q.shape[1],
         order=order,
         length=length,
         positions=positions,

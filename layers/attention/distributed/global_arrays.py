@@ -16,7 +16,7 @@ from treering.layers.attention.partial import Partial
 T = TypeVar("T")
 
 
-def island(
+def shard_map_attention(
     local: Callable[..., Partial],
     q: Array,
     k: Array,
@@ -64,21 +64,21 @@ def island(
     # Keys of every rank need their positions and segments on every device. They are few: one gather, outside the ring.
     everyone = {f"kv_{name}": x for name, x in data.items()}
 
-    def on_device(q, k, v, data, everyone):
+    def per_device(q, k, v, data, everyone):
         last = length if padding else None
         partial = local(q, k, v, axis=axis, mask=mask, order=order, length=last, **data, **everyone)
         return partial.out, partial.lse
 
     specs = (heads, heads, heads, tokens, PartitionSpec(batch_axes, None))
     rows = PartitionSpec(batch_axes, axis, head_axes)
-    arrays = (placed(x, mesh, spec) for x, spec in zip((q, k, v, data, everyone), specs, strict=True))
-    out, lse = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(heads, rows))(*arrays)
+    arrays = (reshard_explicit(x, mesh, spec) for x, spec in zip((q, k, v, data, everyone), specs, strict=True))
+    out, lse = jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=(heads, rows))(*arrays)
     # As q came, so out goes; where padding is cut off, no axis divides what remains.
-    out, lse = placed(out, mesh, home), placed(lse, mesh, PartitionSpec(*home[:3]))
+    out, lse = reshard_explicit(out, mesh, home), reshard_explicit(lse, mesh, PartitionSpec(*home[:3]))
     return Partial(out[:, :length], lse[:, :length]) if padding else Partial(out, lse)
 
 
-def placed(tree: T, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> T:
+def reshard_explicit(tree: T, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> T:
     """Puts arrays where they are needed, where a mesh's Explicit axes leave that to the caller."""
     if AxisType.Explicit not in mesh.axis_types:
         return tree

@@ -14,8 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from treering.layers.attention.checks import check_shapes
-from treering.layers.attention.distributed.global_arrays import island
-from treering.layers.attention.distributed.ring_schedule import Steps
+from treering.layers.attention.distributed.global_arrays import shard_map_attention
+from treering.layers.attention.distributed.ring_schedule import RingSchedule
 from treering.layers.attention.distributed.token_layout import Tokens
 from treering.layers.attention.kernels import kernel_for
 from treering.layers.attention.local import delta, fold_keys, fold_queries, named, unfold_partial
@@ -79,13 +79,13 @@ def ring_partial(
 
     Raises ValueError, naming dims and sizes that would work, where shapes, axes or order do not fit.
     """
-    return island(ring_local, q, k, v, mesh, axis, mask, positions, segments, order, batch_axes, head_axes)
+    return shard_map_attention(ring_local, q, k, v, mesh, axis, mask, positions, segments, order, batch_axes, head_axes)
 
 
 def ring_local(
-    q: Float[Array, "batch share heads head_dim"],
-    k: Float[Array, "batch share kv_heads head_dim"],
-    v: Float[Array, "batch share kv_heads head_dim"],
+    q: Float[Array, "batch local_seq heads head_dim"],
+    k: Float[Array, "batch local_seq kv_heads head_dim"],
+    v: Float[Array, "batch local_seq kv_heads head_dim"],
     *,
     axis: str,
     mask: Mask = Mask(),
@@ -98,7 +98,7 @@ def ring_local(
 ) -> Partial:
     """Ring attention on a device's own arrays, inside `shard_map` over `axis` (with `check_vma=True`).
 
-    `positions` and `segments` are `[batch share]`, this device's; `kv_positions` and `kv_segments` `[batch p*share]`,
+    `positions` and `segments` are `[batch local_seq]`, this device's; `kv_positions` and `kv_segments` `[batch seq]`,
     all ranks' in turn: a model gathers them once a step, outside its layers. Those missing are gathered here.
     `length` says how many tokens of a contiguous sequence come before its padding.
     """
@@ -108,7 +108,7 @@ def ring_local(
     tokens = Tokens.of_device(
         axis,
         batch=q.shape[0],
-        share=q.shape[1],
+        local_seq=q.shape[1],
         order=order,
         length=length,
         positions=positions,
@@ -128,58 +128,58 @@ def _ring(q: Array, k: Array, v: Array, tokens: Tokens, mask: Mask, axis: str) -
 
 
 def _ring_forward(q: Array, k: Array, v: Array, tokens: Tokens, mask: Mask, axis: str) -> tuple[Partial, tuple]:
-    steps = Steps(tokens, mask, axis, q.shape[3])
+    schedule = RingSchedule(tokens, mask, axis, q.shape[3])
 
-    def visit(share, kv, partial):
-        keys, values = share.keys(kv)
-        part = Partial(*kernel_for(share.pairs, mask).forward(share.queries(q), keys, values, share.pairs, mask))
-        return part if partial is None else share.join_queries(merge, partial, part)
+    def visit(step, kv, partial):
+        keys, values = step.keys(kv)
+        part = Partial(*kernel_for(step.pairs, mask).forward(step.queries(q), keys, values, step.pairs, mask))
+        return part if partial is None else step.join_queries(merge, partial, part)
 
     p, kv = lax.axis_size(axis), jnp.stack([k, v])
     coming = _send(kv, axis) if p > 1 else None
-    partial = visit(steps.first(), kv, None)
+    partial = visit(schedule.first(), kv, None)
     if p > 2:
 
         def step(carry, s):
             kv, partial = carry
             coming = _send(kv, axis)
-            return (coming, visit(steps.later(s), kv, partial)), None
+            return (coming, visit(schedule.later(s), kv, partial)), None
 
         (coming, partial), _ = lax.scan(step, (coming, partial), jnp.arange(1, p - 1))
     if p > 1:
-        partial = visit(steps.later(p - 1), coming, partial)
+        partial = visit(schedule.later(p - 1), coming, partial)
     kept = named(partial, q.dtype)
     return Partial(kept.out.astype(q.dtype), kept.lse), (q, k, v, tokens, kept)
 
 
 def _ring_backward(mask: Mask, axis: str, residuals: tuple, cotangent: Partial) -> tuple:
     q, k, v, tokens, partial = residuals
-    steps = Steps(tokens, mask, axis, q.shape[3])
+    schedule = RingSchedule(tokens, mask, axis, q.shape[3])
     of_rows = (partial.lse, delta(partial, cotangent), cotangent.out)
 
-    def visit(share, kv, dq, dkv):
-        keys, values = share.keys(kv)
-        rows = [share.queries(x) for x in of_rows]
-        kernel = kernel_for(share.pairs, mask)
-        new_dq, *new_dkv = kernel.backward(share.queries(q), keys, values, share.pairs, mask, *rows)
+    def visit(step, kv, dq, dkv):
+        keys, values = step.keys(kv)
+        rows = [step.queries(x) for x in of_rows]
+        kernel = kernel_for(step.pairs, mask)
+        new_dq, *new_dkv = kernel.backward(step.queries(q), keys, values, step.pairs, mask, *rows)
         new_dkv = jnp.stack(new_dkv)
         if dq is None:
             return new_dq, new_dkv
-        return share.join_queries(jnp.add, dq, new_dq), share.join_keys(jnp.add, dkv, new_dkv)
+        return step.join_queries(jnp.add, dq, new_dq), step.join_keys(jnp.add, dkv, new_dkv)
 
     p, kv = lax.axis_size(axis), jnp.stack([k, v])
     coming = _send(kv, axis) if p > 1 else None
-    dq, dkv = visit(steps.first(), kv, None, None)
+    dq, dkv = visit(schedule.first(), kv, None, None)
     if p > 2:
 
         def step(carry, s):
             kv, dq, dkv = carry
             coming, dkv = _send(kv, axis), _send(dkv, axis)
-            return (coming, *visit(steps.later(s), kv, dq, dkv)), None
+            return (coming, *visit(schedule.later(s), kv, dq, dkv)), None
 
         (coming, dq, dkv), _ = lax.scan(step, (coming, dq, dkv), jnp.arange(1, p - 1))
     if p > 1:
-        dq, dkv = visit(steps.later(p - 1), coming, dq, _send(dkv, axis))
+        dq, dkv = visit(schedule.later(p - 1), coming, dq, _send(dkv, axis))
         dkv = _send(dkv, axis)
     dk, dv = dkv
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from treering.layers.attention.distributed.token_layout import Tokens
-from treering.layers.attention.kernels import Pairs
+from treering.layers.attention.kernels import BlockMask
 from treering.layers.attention.mask import BlockClass, Mask
 
 T = TypeVar("T")
@@ -29,13 +29,13 @@ _Q_BATCH, _Q_SEQ = 0, 3
 _KV_BATCH, _KV_SEQ = 1, 3
 
 
-class WholeShare:
+class FullStep:
     """All queries of a device with all keys it holds at the moment.
 
     Arrays of queries are `[batch kv_heads group seq ...]`, of packed keys and values `[2 batch kv_heads seq head_dim]`.
     """
 
-    def __init__(self, pairs: Pairs):
+    def __init__(self, pairs: BlockMask):
         self.pairs = pairs
 
     def queries(self, x: Array) -> Array:
@@ -54,11 +54,11 @@ class WholeShare:
         return join(whole, part)
 
 
-class TwoHalves(WholeShare):
+class ZigzagStep(FullStep):
     """Zigzag's two full blocks after the first step, side by side in the batch: (late, early) and (`half`, `half`)."""
 
     def __init__(self, half: Int[Array, ""]):
-        super().__init__(Pairs(BlockClass.FULL))
+        super().__init__(BlockMask(BlockClass.FULL))
         self.q_halves, self.kv_halves = (1, half), (0, half)
 
     def queries(self, x: Array) -> Array:
@@ -74,25 +74,25 @@ class TwoHalves(WholeShare):
         return _join(join, whole, part, self.kv_halves, _KV_SEQ, _KV_BATCH)
 
 
-class Steps:
+class RingSchedule:
     """The steps of a ring: at step s a device holds the keys of the rank s before its own."""
 
-    def __init__(self, tokens: Tokens, mask: Mask, axis: str, share: int):
-        self.tokens, self.mask, self.axis, self.share = tokens, mask, axis, share
+    def __init__(self, tokens: Tokens, mask: Mask, axis: str, local_seq: int):
+        self.tokens, self.mask, self.axis, self.local_seq = tokens, mask, axis, local_seq
         self.branch_free = tokens.order == "zigzag" and mask.causal and mask.window is None and tokens.fixed()
 
-    def first(self) -> WholeShare:
+    def first(self) -> FullStep:
         """With the device's own keys."""
         if self.branch_free:
-            return WholeShare(Pairs(BlockClass.DIAGONAL))
+            return FullStep(BlockMask(BlockClass.DIAGONAL))
         return self.later(0)
 
-    def later(self, step: int | Int[Array, ""]) -> WholeShare:
+    def later(self, step: int | Int[Array, ""]) -> FullStep:
         """With the keys after `step` sends."""
         rank, p = lax.axis_index(self.axis), lax.axis_size(self.axis)
         if self.branch_free:
-            return TwoHalves((step > rank).astype(jnp.int32))
-        return WholeShare(self.tokens.pairs(self.mask, self.axis, self.share, (rank - step) % p))
+            return ZigzagStep((step > rank).astype(jnp.int32))
+        return FullStep(self.tokens.pairs(self.mask, self.axis, self.local_seq, (rank - step) % p))
 
 
 def _half(x: Array, half: int | Int[Array, ""], seq_dim: int) -> Array:

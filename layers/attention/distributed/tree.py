@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from treering.layers.attention.checks import check_shapes, check_token_data
 from treering.layers.attention.distributed.exchange import Route, exchange
-from treering.layers.attention.distributed.global_arrays import check_divides, mesh_axes, placed
+from treering.layers.attention.distributed.global_arrays import check_divides, mesh_axes, reshard_explicit
 from treering.layers.attention.distributed.tree_schemes import (
     HEAD_SHARDED,
     Scheme,
@@ -189,7 +189,7 @@ def tree_partial(
         k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (k, v))
         data = (q_positions, positions, q_segments, segments)
 
-    def island(q, k, v, data):
+    def per_device(q, k, v, data):
         q_positions, kv_positions, q_segments, kv_segments = (None,) * 4 if data is None else data
         partial = local_attention(
             q,
@@ -210,13 +210,13 @@ def tree_partial(
     q_spec = PartitionSpec(batch_axes, None, head_axes)
     specs = None if data is None else (tokens, kv_tokens, *((None, None) if segments is None else (tokens, kv_tokens)))
     if data is not None:
-        data = tuple(placed(x, mesh, spec) for x, spec in zip(data, (tokens, kv_tokens) * 2, strict=True))
+        data = tuple(reshard_explicit(x, mesh, spec) for x, spec in zip(data, (tokens, kv_tokens) * 2, strict=True))
     return jax.shard_map(
-        island,
+        per_device,
         mesh=mesh,
         in_specs=(q_spec, kv_spec, kv_spec, specs),
         out_specs=PartitionSpec(batch_axes, None, out_heads),
-    )(placed(q, mesh, q_spec), *placed((k, v), mesh, kv_spec), data)
+    )(reshard_explicit(q, mesh, q_spec), *reshard_explicit((k, v), mesh, kv_spec), data)
 
 
 def tree_attention(

@@ -15,10 +15,10 @@ MIXED ones too.
 from types import ModuleType
 
 from treering.layers.attention.kernels import xla
-from treering.layers.attention.kernels.pairs import Pairs as Pairs
+from treering.layers.attention.kernels.block_mask import BlockMask as BlockMask
 from treering.layers.attention.mask import Mask
 
 
-def kernel_for(pairs: Pairs, mask: Mask) -> ModuleType:
+def kernel_for(pairs: BlockMask, mask: Mask) -> ModuleType:
     """The kernel that computes `pairs` under `mask`. XLA's is the only one so far, on every platform."""
     return xla

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from treering.layers.attention.kernels.pairs import Pairs
+from treering.layers.attention.kernels.block_mask import BlockMask
 from treering.layers.attention.mask import BlockClass, Bounds, Mask, classify, visible
 
 Q_TILE, KV_TILE = 256, 256
@@ -23,13 +23,6 @@ class Visits(NamedTuple):
     full: int | Int[Array, ""]
     all: int | Int[Array, ""]
 
-    def fold(self, block: Callable, carry: tuple) -> tuple:
-        if not (isinstance(self.full, int) and self.full == 0):
-            carry = lax.fori_loop(0, self.full, lambda n, carry: block(n, carry, False), carry)
-        if not (isinstance(self.full, int) and self.full == self.all):
-            carry = lax.fori_loop(self.full, self.all, lambda n, carry: block(n, carry, True), carry)
-        return carry
-
 
 class Tiles:
     """Cuts queries and keys into tiles, and knows which tiles meet. Both sides are padded to whole tiles.
@@ -38,7 +31,7 @@ class Tiles:
     those of batch and kv_heads together.
     """
 
-    def __init__(self, q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, pairs: Pairs, mask: Mask):
+    def __init__(self, q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, pairs: BlockMask, mask: Mask):
         self.batch, self.kv_heads, self.group, self.seq = q.shape[:4]
         self.kv_seq = k.shape[2]
         self.pairs, self.mask = pairs, mask

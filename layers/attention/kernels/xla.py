@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from treering.layers.attention.kernels.pairs import Pairs
-from treering.layers.attention.kernels.tiles import Tiles
+from treering.layers.attention.kernels.block_mask import BlockMask
+from treering.layers.attention.kernels.tiles import Tiles, Visits
 from treering.layers.attention.mask import Mask
 from treering.layers.attention.partial import statistics_dtype
 from treering.layers.attention.varying import vary_over, varying_axes
@@ -31,7 +31,7 @@ def forward(
     q: Float[Array, "batch kv_heads group seq head_dim"],
     k: Float[Array, "batch kv_heads kv_seq head_dim"],
     v: Float[Array, "batch kv_heads kv_seq head_dim"],
-    pairs: Pairs,
+    pairs: BlockMask,
     mask: Mask,
 ) -> tuple[Float[Array, "batch kv_heads group seq head_dim"], Float[Array, "batch kv_heads group seq"]]:
     """Output and log-sum-exp, as the contract of `layers.attention.kernels` says."""
@@ -67,7 +67,7 @@ def forward(
             jnp.zeros(rows, dtype),
             jnp.zeros(queries.shape, dtype),
         )
-        peak, total, acc = visits.fold(block, vary_over(axes, start))
+        peak, total, acc = _fold(visits, block, vary_over(axes, start))
         some = total > 0
         safe = jnp.where(some, total, 1)
         return acc / safe[..., None], jnp.where(some, peak + jnp.log(safe), -jnp.inf)
@@ -80,7 +80,7 @@ def backward(
     q: Float[Array, "batch kv_heads group seq head_dim"],
     k: Float[Array, "batch kv_heads kv_seq head_dim"],
     v: Float[Array, "batch kv_heads kv_seq head_dim"],
-    pairs: Pairs,
+    pairs: BlockMask,
     mask: Mask,
     lse: Float[Array, "batch kv_heads group seq"],
     delta: Float[Array, "batch kv_heads group seq"],
@@ -128,7 +128,7 @@ def backward(
 
         rows, head_dim = queries.shape[1:]
         dq_turned = vary_over(axes, jnp.zeros((queries.shape[0], head_dim, rows), dtype))
-        dq_turned, *grads = visits.fold(block, (dq_turned, *grads))
+        dq_turned, *grads = _fold(visits, block, (dq_turned, *grads))
         return tuple(grads), lax.optimization_barrier(dq_turned).swapaxes(1, 2)
 
     per_tile = (
@@ -143,7 +143,7 @@ def backward(
     return tiles.unfold_q(dq) * scale.factor, tiles.unfold_kv(dk) * scale.left, tiles.unfold_kv(dv)
 
 
-def computed_pairs(q_shape: tuple[int, ...], kv_seq: int, pairs: Pairs, mask: Mask) -> Int[Array, ""]:
+def computed_pairs(q_shape: tuple[int, ...], kv_seq: int, pairs: BlockMask, mask: Mask) -> Int[Array, ""]:
     """How many pairs of a query and a key the kernel computes for one row and head, tiles of padding included."""
     batch, kv_heads, _, _, head_dim = q_shape
     q = jax.ShapeDtypeStruct(q_shape, jnp.float32)
@@ -152,11 +152,20 @@ def computed_pairs(q_shape: tuple[int, ...], kv_seq: int, pairs: Pairs, mask: Ma
     return jnp.sum(jnp.stack(visits)) * tiles.q_tile * tiles.kv_tile_size
 
 
+def _fold(visits: Visits, block: Callable, carry: tuple) -> tuple:
+    """`block(visit, carry, masked)` over all visits of a tile, those that need no mask first."""
+    if not (isinstance(visits.full, int) and visits.full == 0):
+        carry = lax.fori_loop(0, visits.full, lambda n, carry: block(n, carry, False), carry)
+    if not (isinstance(visits.full, int) and visits.full == visits.all):
+        carry = lax.fori_loop(visits.full, visits.all, lambda n, carry: block(n, carry, True), carry)
+    return carry
+
+
 def _dot(a: Array, b: Array, dims: tuple, dtype: jnp.dtype) -> Array:
     return lax.dot_general(a, b, dims, preferred_element_type=dtype)
 
 
-def _rows_differ(pairs: Pairs) -> bool:
+def _rows_differ(pairs: BlockMask) -> bool:
     return any(x.shape[0] > 1 for x in jax.tree.leaves(pairs))
 
 

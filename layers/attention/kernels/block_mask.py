@@ -6,7 +6,7 @@ from jaxtyping import Array, Int
 from treering.layers.attention.mask import BlockClass
 
 
-class Pairs(eqx.Module):
+class BlockMask(eqx.Module):
     """The class of all pairs together and, where that is MIXED, the data that tells them apart.
 
     Positions and segments have a batch of 1 where all rows share them.

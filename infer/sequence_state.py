@@ -21,8 +21,8 @@ COLDEST = 1e-20
 """Lower temperatures choose as this one does, and logits divided by them may overflow."""
 
 
-class Rows(eqx.Module):
-    """Rows of a running batch."""
+class SequenceState(eqx.Module):
+    """The rows of a running batch."""
 
     token: Int[AnyArray, "batch"] = array_field("batch")
     """The last token drawn; the cache does not hold it yet."""
@@ -36,10 +36,10 @@ class Rows(eqx.Module):
     sampling: SamplingRows
 
     @staticmethod
-    def empty(batch: int, vocab: int) -> "Rows":
+    def empty(batch: int, vocab: int) -> "SequenceState":
         """No row is live."""
         zeros = jnp.zeros(batch, jnp.int32)
-        return Rows(
+        return SequenceState(
             token=zeros,
             live=jnp.zeros(batch, bool),
             drawn=zeros,
@@ -51,7 +51,7 @@ class Rows(eqx.Module):
     @staticmethod
     def of_request(
         prompt: Sequence[int], budget: int, end_ids: Collection[int], sampling: SamplingConfig, vocab: int
-    ) -> "Rows":
+    ) -> "SequenceState":
         """One row, not live yet, as host arrays.
 
         Raises ValueError for more end tokens than a row takes, and for a bias beyond the vocabulary.
@@ -71,7 +71,7 @@ class Rows(eqx.Module):
         def one(value: float | int | bool, dtype: type = np.float32) -> Any:
             return np.array([value], dtype)
 
-        return Rows(
+        return SequenceState(
             token=one(0, np.int32),
             live=one(False, np.bool_),
             drawn=one(0, np.int32),
@@ -92,7 +92,7 @@ class Rows(eqx.Module):
             ),
         )
 
-    def take(self, token: Int[Array, "batch"], where: Bool[Array, "batch"]) -> "Rows":
+    def take(self, token: Int[Array, "batch"], where: Bool[Array, "batch"]) -> "SequenceState":
         """After drawing `token` in the rows of `where`: they are live unless it ends them or their budget."""
         drawn = self.drawn + where
         ended = jnp.any(token[:, None] == self.ends, axis=1) | (drawn >= self.budget)
@@ -111,14 +111,14 @@ class EngineState(eqx.Module):
     """All that changes while an engine runs."""
 
     cache: DecodeState
-    rows: Rows
+    rows: SequenceState
 
 
-def at_rows(tree: Rows, index: Int[Array, "some"]) -> Rows:
+def at_rows(tree: SequenceState, index: Int[Array, "some"]) -> SequenceState:
     """The rows of `index`."""
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-def set_rows(tree: Rows, index: Int[Array, "some"], values: Rows) -> Rows:
+def set_rows(tree: SequenceState, index: Int[Array, "some"], values: SequenceState) -> SequenceState:
     """`tree` with the rows of `index` replaced; an index past the end replaces nothing."""
     return jax.tree.map(lambda leaf, value: leaf.at[index].set(value, mode="drop"), tree, values)
