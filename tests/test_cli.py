@@ -1,13 +1,17 @@
 """The command line: a user's mistake is one plain line, exit status 2, and nothing written."""
 
+import math
 import os
 import shutil
 import subprocess
 import sys
+from typing import Any, Literal
 
 import pytest
 
 import tiny
+from treering.configs.cli import from_json
+from treering.configs.errors import UserError, as_option, word
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def run(arguments, capsys):
         (["--prompt", "x", "--temperature", "-1"], ": --temperature -1.0: it must be at least 0"),
         (["--prompt", "x", "--temperature", "hot"], ": --temperature hot: it must be a number"),
         (["--prompt", "x", "--max-new-tokens", "-1"], ": --max-new-tokens -1 is negative"),
-        (["--prompt", "x", "--max_new_tokens=1e3"], ": --max-new-tokens 1e3: it must be a whole number, such as 1000"),
+        (["--prompt", "x", "--max_new_tokens=1e3"], ": --max-new-tokens 1e3: it must be a whole number (works: 1000)"),
         (["--prompt", "x", "--cpu-devices", "two"], ": --cpu-devices two: it must be a whole number, or None"),
         (["--prompt", "x", "--cpu-devices", "0"], ": --cpu-devices 0: simulate at least 1"),
         (["--prompt", "x", "--mesh.context"], ": --mesh.context without a value: it must be a whole number, or None"),
@@ -61,26 +65,55 @@ def test_generate_refuses_in_one_line(checkpoint, capsys, options, words):
 
 
 @pytest.mark.parametrize(
-    ("message", "arguments", "told"),
+    ("error", "option", "plain"),
     [
-        ("top_k -1: at least 0", ["--top-k", "-1"], "--top-k -1: at least 0"),
-        ("top_k -1: at least 0", ["--prompts", "file"], "top_k -1: at least 0"),
-        ('its "top_k" is "x"', ["--top-k", "-1"], 'its "top_k" is "x"'),
-        ("rows 0: at least 1", ["--rows=0"], "--rows 0: at least 1"),
-        ("x.jsonl has 3 rows", ["--rows", "3"], "x.jsonl has 3 rows"),
-        ("/top_k/x has top_keys", ["--top_k", "3"], "/top_k/x has top_keys"),
         (
-            "step.z_loss -1 is wrong (b.step.z_loss)",
-            ["--step.z-loss", "-1"],
-            "--step.z-loss -1 is wrong (b.step.z_loss)",
+            UserError("it must be at least 0", field="top_k", value=-1),
+            "--top-k -1: it must be at least 0",
+            "top_k -1: it must be at least 0",
         ),
-        ("more than max_tokens.", ["--max-tokens", "3"], "more than --max-tokens."),
+        (
+            UserError("it must divide 8", field="mesh.context", value=3, works=(1, 2)),
+            "--mesh.context 3: it must divide 8 (works: 1, 2)",
+            "mesh.context 3: it must divide 8 (works: 1, 2)",
+        ),
+        (UserError("give one", field="data.sources"), "--data.sources: give one", "data.sources: give one"),
+        # What a file says keeps the file's words, whatever options there are.
+        (UserError("it is cut", file="a/top_k.json"), "a/top_k.json: it is cut", "a/top_k.json: it is cut"),
+        (
+            UserError("it must be a number", field="top_k", value="x").at("p.jsonl", 3),
+            'p.jsonl, line 3: "top_k" x: it must be a number',
+            'p.jsonl, line 3: "top_k" x: it must be a number',
+        ),
+        (
+            UserError("it must be at least 1", field="heads", value=0).at("config.json", rename=lambda _: "n_heads"),
+            'config.json: "n_heads" 0: it must be at least 1',
+            'config.json: "n_heads" 0: it must be at least 1',
+        ),
     ],
 )
-def test_fields_are_called_as_the_user_typed_them(message, arguments, told):
-    from treering.configs.cli import as_typed
+def test_a_mistake_is_worded_for_where_it_is_read(error: UserError, option: str, plain: str) -> None:
+    assert (word(error, as_option), str(error)) == (option, plain)
 
-    assert as_typed(message, arguments) == told
+
+@pytest.mark.parametrize(
+    ("hint", "good", "bad"),
+    [
+        (int, [(3, 3)], [3.0, True, "3", None]),
+        (int | None, [(3, 3), (None, None)], ["None", 1.5]),
+        (float, [(3, 3.0), (0.5, 0.5)], [math.inf, math.nan, "1", True]),
+        (bool, [(True, True)], [1, "true"]),
+        (tuple[str, ...], [(["a", "b"], ("a", "b")), ([], ())], ["ab", ["a", 1]]),
+        (Literal["a", "b"], [("a", "a")], ["c", 1]),
+    ],
+)
+def test_json_values_have_the_types_of_fields(hint: Any, good: list[Any], bad: list[Any]) -> None:
+    for value, right in good:
+        found = from_json(value, hint)
+        assert found == right and type(found) is type(right)
+    for value in bad:
+        with pytest.raises(UserError, match="it must be"):
+            from_json(value, hint)
 
 
 def test_the_version_is_one_line_that_names_what_it_runs_on(capsys):
@@ -179,7 +212,7 @@ def test_help_names_every_option(capsys):
         run(["generate", "--help"], capsys)
     shown = capsys.readouterr().out
     for flag in flags_of(GenerateOptions):
-        assert flag in shown or flag == "--checkpoint"
+        assert flag in shown
     assert run(["--help"], capsys)[0] == 0
     assert run([], capsys)[0] == 2
 

@@ -141,9 +141,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("TREERING_TRACEBACK"):
             raise
-        message = importlib.import_module("treering.configs.cli").as_typed(str(error), rest)
-        if isinstance(error, OSError) and error.filename:
+        errors = importlib.import_module("treering.configs.errors")
+        if isinstance(error, errors.UserError):
+            message = errors.word(error, errors.as_option)
+        elif isinstance(error, OSError) and error.filename:
             message = f"{error.filename}: {error.strerror}"
+        else:
+            message = str(error)
         print(f"treering{' ' + name if name in COMMANDS else ''}: {' '.join(message.split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
