@@ -96,6 +96,7 @@ def devices_beside_one(lengths: list[int], rounds: int, figures: dict[str, float
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+    from treering.layers.attention.distributed.arguments import TokenData
     from treering.layers.attention.distributed.gather import gather_attention
     from treering.layers.attention.distributed.ring import ring_attention
     from treering.layers.attention.local import local_attention
@@ -109,12 +110,17 @@ def devices_beside_one(lengths: list[int], rounds: int, figures: dict[str, float
         segments = jax.device_put(jnp.ones((1, tokens), jnp.int32), NamedSharding(mesh, PartitionSpec(None, "context")))
         ways: dict[str, tuple] = {
             "local, one device": _pair_of(lambda q, k, v: local_attention(q, k, v).out, *arrays),
-            "ring, zigzag": _pair_of(lambda *x: ring_attention(*x, mesh=mesh, order="zigzag"), *spread),
+            "ring, zigzag": _pair_of(lambda *x: ring_attention(*x, on=mesh, tokens=TokenData(order="zigzag")), *spread),
             "ring, zigzag with segments": _pair_of(
-                lambda *x, s=segments: ring_attention(*x, mesh=mesh, order="zigzag", segments=s), *spread
+                lambda *x, s=segments: ring_attention(*x, on=mesh, tokens=TokenData(segments=s, order="zigzag")),
+                *spread,
             ),
-            "ring, striped": _pair_of(lambda *x: ring_attention(*x, mesh=mesh, order="striped"), *spread),
-            "gather, zigzag": _pair_of(lambda *x: gather_attention(*x, mesh=mesh, order="zigzag"), *spread),
+            "ring, striped": _pair_of(
+                lambda *x: ring_attention(*x, on=mesh, tokens=TokenData(order="striped")), *spread
+            ),
+            "gather, zigzag": _pair_of(
+                lambda *x: gather_attention(*x, on=mesh, tokens=TokenData(order="zigzag")), *spread
+            ),
         }
         runs = {(way, what): run for way, (both, _) in ways.items() for what, run in both.items()}
         cpu = in_turn({f"{way}: {what}": run for (way, what), run in runs.items()}, rounds, time.process_time)
@@ -128,40 +134,34 @@ def devices_beside_one(lengths: list[int], rounds: int, figures: dict[str, float
     return rows
 
 
-def computed_pairs(mesh: Any, order: Any, mask: Any, local_seq: int, segments: Any = None) -> Any:
+def computed_pairs(
+    mesh: Any, order: Any, mask: Any, local_seq: int, segments: Any = None, *, branch_free: bool = False
+) -> Any:
     """Pairs of a query and a key that each device of a ring computes for one head: `[context]`.
 
-    All pairs of each tile that it visits count. `segments` are `[1 context*local_seq]`, in `order`.
+    All pairs of each tile that it visits count, by either schedule. `segments` are `[1 context*local_seq]`, in `order`.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import PartitionSpec
 
+    from treering.layers.attention.distributed.arguments import TokenData
     from treering.layers.attention.distributed.ring_schedule import RingSchedule
-    from treering.layers.attention.distributed.token_layout import Tokens
+    from treering.layers.attention.distributed.token_layout import TokenLayout
     from treering.layers.attention.kernels.xla import computed_pairs as in_kernel
     from treering.layers.attention.varying import vary_over
 
     def on_device(segments, kv_segments):
-        tokens = Tokens.of_device(
-            "context",
-            batch=1,
-            local_seq=local_seq,
-            order=order,
-            length=None,
-            positions=None,
-            kv_positions=None,
-            segments=segments,
-            kv_segments=kv_segments,
-        )
-        steps = RingSchedule(tokens, mask, "context", local_seq)
+        own, everyone = (TokenData(segments=x, order=order) for x in (segments, kv_segments))
+        tokens = TokenLayout.of_device("context", 1, local_seq, own, everyone)
+        steps = RingSchedule(tokens, mask, "context", local_seq, branch_free=branch_free)
         total = jnp.zeros(1, jnp.int32)
         for step in range(mesh.shape["context"]):
             part = steps.first() if step == 0 else steps.later(step)
             q = jax.eval_shape(part.queries, jax.ShapeDtypeStruct((1, 1, 1, local_seq, 1), jnp.float32))
             kv = jax.eval_shape(part.keys, jax.ShapeDtypeStruct((2, 1, 1, local_seq, 1), jnp.float32))
-            total += in_kernel(q.shape, kv.shape[3], part.pairs, mask) * q.shape[0]
+            total += in_kernel(q.shape, kv.shape[3], part.block, mask)
         return vary_over(frozenset({"context"}), total)
 
     specs = (PartitionSpec(None, "context"), PartitionSpec())

@@ -66,7 +66,7 @@ def programs(tokens: int) -> dict:
     for scheme, inner in (("all_to_all", None), ("all_gather", None), ("two_level", 4), ("two_level_gather", 4)):
 
         def tree(q, k, v, scheme: Any = scheme, inner=inner):
-            return tree_attention(q, k, v, mesh=mesh, scheme=scheme, inner=inner)
+            return tree_attention(q, k, v, on=mesh, scheme=scheme, inner=inner)
 
         made[f"tree {scheme}"] = compiled(tree, *sharded)
     made["three all-reduces"] = compiled(paper, *sharded)

@@ -30,7 +30,7 @@ def main():
     keys = dict(zip(shapes, jax.random.split(jax.random.key(0), len(shapes)), strict=True))
     weights = {name: jax.random.normal(keys[name], shape) / 8 for name, shape in shapes.items()}
     x = jax.random.normal(jax.random.key(1), (2, 1000, 64))
-    ours = jax.jit(jax.grad(partial(loss, attend=partial(ring_attention, mesh=mesh))))(weights, x)
+    ours = jax.jit(jax.grad(partial(loss, attend=partial(ring_attention, on=mesh))))(weights, x)
     dense = jax.jit(jax.grad(partial(loss, attend=dense_attention)))(weights, x)
     difference = max(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), ours, dense)))
     print(f"{jax.device_count()} devices, 1000 tokens: gradients differ by {difference:.1e}")

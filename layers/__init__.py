@@ -10,6 +10,8 @@ if __name__ != "treering.layers":
 
 
 from treering.layers.attention.dense import dense_attention as dense_attention
+from treering.layers.attention.distributed.arguments import AttentionMesh as AttentionMesh
+from treering.layers.attention.distributed.arguments import TokenData as TokenData
 from treering.layers.attention.distributed.gather import gather_attention as gather_attention
 from treering.layers.attention.distributed.ring import ring_attention as ring_attention
 from treering.layers.attention.distributed.tree import tree_attention as tree_attention

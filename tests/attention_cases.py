@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from treering.layers.attention.dense import dense_partial
+from treering.layers.attention.distributed.arguments import TokenData
 from treering.layers.attention.mask import Mask
 from treering.layers.attention.order import Order, from_order, order_divisor, to_order
 from treering.layers.attention.partial import Partial
@@ -268,7 +269,7 @@ def check(case: Case, make_mesh: Callable[..., Mesh], *, scales: tuple[float, ..
         attend = {"ring": ring_partial, "gather": gather_partial}[case.algorithm]
         mesh = make_mesh(context=case.p, **case.axes)
         q, k, v, data = jax.tree.map(lambda x: to_order(x, case.order, case.p), (q, k, v, data))
-        partial = attend(q, k, v, mesh=mesh, mask=mask, order=case.order, **data)
+        partial = attend(q, k, v, on=mesh, mask=mask, tokens=TokenData(**data, order=case.order))
         return jax.tree.map(lambda x: from_order(x, case.order, case.p), partial)
 
     def oracle(q, k, v, data):

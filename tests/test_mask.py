@@ -1,12 +1,15 @@
 """The mask's definition, and the classes of pairs of blocks that follow from it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.layers.attention.mask import BlockClass, Bounds, Mask, classify, static_class, visible
+from treering.layers.attention.kernels import NO_WINDOW, BlockMask, Geometry
+from treering.layers.attention.kernels.tiles import Tiles
+from treering.layers.attention.mask import BlockClass, Bounds, Mask, classify, visible
 
 MASKS = [Mask(), Mask(causal=False), Mask(window=1), Mask(window=5)]
 
@@ -93,12 +96,18 @@ def test_runs_of_tokens_are_told_exactly(q_block, kv_block, length, mask):
     seen = np.asarray(visible(mask, q, kv))
     expected = BlockClass.FULL if seen.all() else BlockClass.MIXED if seen.any() else BlockClass.EMPTY
     assert classify(mask, Bounds.of(q, None, slots=False), Bounds.of(kv, None, slots=True)) == expected
-    known = static_class(mask, q_start, kv_start, length)
-    if known is BlockClass.DIAGONAL:
-        assert expected is BlockClass.MIXED and (seen == np.tril(np.ones((length, length), bool))).all()
-    else:
-        assert known is expected
-        assert not (expected is BlockClass.MIXED and q_start == kv_start and (mask.window or length) >= length)
+    if not mask.causal:
+        return
+    # The same from their distance alone, as a schedule of static geometry gives it.
+    distance = q_start - kv_start
+    low = NO_WINDOW if mask.window is None else distance - mask.window + 1
+    shape = jax.ShapeDtypeStruct((1, 1, 1, length, 8), jnp.float32)
+    tiles = Tiles(shape, shape, BlockMask(Geometry.BAND, jnp.array([[low, distance]])), mask)
+    tile = jnp.asarray(0)
+    assert tiles._classes(tile)[0] == expected and (np.asarray(tiles.seen(tile, tile))[0, 0] == seen).all()
+    if distance == 0 and (mask.window or length) >= length:
+        tiles = Tiles(shape, shape, BlockMask(Geometry.DIAGONAL), mask)
+        assert (np.asarray(tiles.seen(tile, tile))[0, 0] == seen).all()
 
 
 def test_a_padded_tile_is_still_told_empty():

@@ -15,6 +15,7 @@ import hlo
 from attention_cases import Case, check, covering_array, error, errors, with_gradients
 from bench.attention import computed_pairs
 from treering.layers.attention.dense import dense_partial
+from treering.layers.attention.distributed.arguments import AttentionMesh, TokenData
 from treering.layers.attention.distributed.gather import gather_attention, gather_partial
 from treering.layers.attention.distributed.ring import ring_attention, ring_local, ring_partial
 from treering.layers.attention.kernels import tiles
@@ -90,7 +91,7 @@ def test_bfloat16_errors_do_not_grow_with_the_axis(attend, mesh, x64):
 
         def subject(q, k, v, _):
             q, k, v = (to_order(x, "zigzag", p) for x in (q, k, v))  # noqa: B023
-            partial = attend(q, k, v, mesh=mesh(context=p), order="zigzag")  # noqa: B023
+            partial = attend(q, k, v, on=mesh(context=p), tokens=TokenData(order="zigzag"))  # noqa: B023
             return jax.tree.map(lambda x: from_order(x, "zigzag", p), partial)  # noqa: B023
 
         got = jax.jit(lambda *args: with_gradients(subject, Partial(d_out, d_lse), *args))(q, k, v, None)  # noqa: B023
@@ -118,7 +119,7 @@ def _with_data(attend):
 _MASK = Mask(window=17)
 _RING = _with_data(
     lambda q, k, v, positions, segments: ring_partial(
-        q, k, v, mesh=_four_devices(), mask=_MASK, positions=positions, segments=segments
+        q, k, v, on=_four_devices(), mask=_MASK, tokens=TokenData(positions=positions, segments=segments)
     )
 )
 _DENSE = _with_data(
@@ -152,7 +153,7 @@ def test_any_positions_and_segments(positions, segments):
 def test_a_late_token_changes_nothing_before_it(mesh):
     """And the first token changes the last one's output, on the other side of the ring."""
     q, k, v, _ = arrays(dtype="float32")
-    attend = jax.jit(lambda q, k, v: ring_attention(q, k, v, mesh=mesh(context=8), order="zigzag"))
+    attend = jax.jit(lambda q, k, v: ring_attention(q, k, v, on=mesh(context=8), tokens=TokenData(order="zigzag")))
     out = attend(*(to_order(x, "zigzag", 8) for x in (q, k, v)))
     for token in (0, 63):
         moved = attend(*(to_order(x, "zigzag", 8) for x in (q, k.at[:, token].add(1.0), v.at[:, token].add(1.0))))
@@ -191,7 +192,7 @@ def test_a_ring_sends_one_less_than_its_devices(p, mesh):
     here = mesh(context=p)
     b, t, h, d = 1, 32, 2, 8
     program = compiled(
-        lambda q, k, v: ring_attention(q, k, v, mesh=here, order="zigzag"),
+        lambda q, k, v: ring_attention(q, k, v, on=here, tokens=TokenData(order="zigzag")),
         here,
         *[(b, t * p, n, d) for n in (4, h, h)],
     )
@@ -207,7 +208,7 @@ def test_a_layer_sends_3p_minus_2_and_its_ring_runs_forward_once(p, documents, m
     segments = jnp.ones((b, t * p), jnp.int32) if documents else None
 
     def attend(q, k, v):
-        return ring_attention(q, k, v, mesh=here, order="zigzag", segments=segments)
+        return ring_attention(q, k, v, on=here, tokens=TokenData(segments=segments, order="zigzag"))
 
     program = compiled(layers_of(attend, count, SAVED), here, (b, t * p, 2 * h, d))
     assert program.launches()["collective-permute"] == count * (3 * p - 2)
@@ -225,7 +226,7 @@ def test_only_gradients_travel_in_float32(attend, collectives, mesh):
     here = mesh(context=2)
 
     def loss(q, k, v):
-        return jnp.sum(attend(q, k, v, mesh=here).astype(jnp.float32))
+        return jnp.sum(attend(q, k, v, on=here).astype(jnp.float32))
 
     text = lowered(jax.grad(loss, (0, 1, 2)), here, *[(1, 64, n, 8) for n in (4, 2, 2)], dtype="bfloat16").as_text()
     types = re.findall(rf'stablehlo\.(?:{collectives})".*?-> tensor<[\dx]*(\w+?)>', text, re.DOTALL)
@@ -236,7 +237,7 @@ def test_only_gradients_travel_in_float32(attend, collectives, mesh):
 def test_without_the_policy_the_ring_would_run_again(mesh):
     """What the names in the forward rule are for. The second forward and the backward share their first send."""
     here, p, count = mesh(context=4), 4, 5
-    run = layers_of(lambda q, k, v: ring_attention(q, k, v, mesh=here, order="zigzag"), count)
+    run = layers_of(lambda q, k, v: ring_attention(q, k, v, on=here, tokens=TokenData(order="zigzag")), count)
     assert compiled(run, here, (1, 128, 4, 8)).launches()["collective-permute"] == count * 4 * (p - 1)
 
 
@@ -246,7 +247,7 @@ def test_gather_launches(mesh):
     b, t, h, d = 1, 32, 2, 8
 
     def attend(q, k, v):
-        return gather_attention(q, k, v, mesh=here, order="zigzag")
+        return gather_attention(q, k, v, on=here, tokens=TokenData(order="zigzag"))
 
     forward = compiled(attend, here, *[(b, t * p, n, d) for n in (4, h, h)])
     message = (p - 1) * 2 * b * t * h * d
@@ -266,7 +267,7 @@ def test_temporary_memory_is_flat_in_the_axis(documents, mesh):
         segments = jnp.ones((1, 256 * p), jnp.int32) if documents else None
 
         def loss(q, k, v):
-            out = ring_attention(q, k, v, mesh=here, order="zigzag", segments=segments)  # noqa: B023
+            out = ring_attention(q, k, v, on=here, tokens=TokenData(segments=segments, order="zigzag"))  # noqa: B023
             return jnp.sum(out.astype(jnp.float32))
 
         shapes = [(1, 256 * p, n, 64) for n in (4, 2, 2)]
@@ -277,10 +278,11 @@ def test_temporary_memory_is_flat_in_the_axis(documents, mesh):
 def test_zigzag_is_balanced(mesh):
     """Busiest over mean: 1 for causal zigzag, where contiguous order has nearly 2."""
     here, share = mesh(context=8), 512
-    zigzag = computed_pairs(here, "zigzag", Mask(), share)
-    assert zigzag.max() / zigzag.mean() <= 1.01
     whole = share * 8
-    assert whole * (whole + 1) // 2 <= zigzag.sum() <= 1.1 * whole * (whole + 1) // 2
+    for branch_free in (False, True):
+        zigzag = computed_pairs(here, "zigzag", Mask(), share, branch_free=branch_free)
+        assert zigzag.max() / zigzag.mean() <= 1.01
+        assert whole * (whole + 1) // 2 <= zigzag.sum() <= 1.1 * whole * (whole + 1) // 2
     contiguous = computed_pairs(here, "contiguous", Mask(), share)
     assert contiguous.max() / contiguous.mean() > 1.7
     assert zigzag.sum() >= contiguous.sum()
@@ -301,32 +303,32 @@ def test_errors_name_dims_and_sizes(attend, mesh, unchecked):
     q, k, v, _ = arrays(batch=2, heads=4, kv_heads=2, dtype="float32")
     here = mesh(context=4, tensor=2)
     with pytest.raises(ValueError, match=r"kv_heads 3 does not divide heads 4.*1, 2, 4"):
-        attend(q, *arrays(batch=2, kv_heads=3, dtype="float32")[1:3], mesh=here)
+        attend(q, *arrays(batch=2, kv_heads=3, dtype="float32")[1:3], on=here)
     with pytest.raises(ValueError, match=r"positions has shape \(64,\).*\[batch seq\], here \(2, 64\)"):
-        attend(q, k, v, mesh=here, positions=jnp.arange(64))
+        attend(q, k, v, on=here, tokens=TokenData(positions=jnp.arange(64)))
     with pytest.raises(ValueError, match=r"segments has shape \(2, 63\)"):
-        attend(q, k, v, mesh=here, segments=jnp.ones((2, 63), jnp.int32))
+        attend(q, k, v, on=here, tokens=TokenData(segments=jnp.ones((2, 63), jnp.int32)))
     with pytest.raises(ValueError, match=r"axis 'sequence': the mesh has data, fsdp, context, tensor"):
-        attend(q, k, v, mesh=here, axis="sequence")
+        attend(q, k, v, on=AttentionMesh(here, axis="sequence"))
     with pytest.raises(ValueError, match=r"batch_axes \('rows',\): the mesh has no axis 'rows'"):
-        attend(q, k, v, mesh=here, batch_axes=("rows",))
+        attend(q, k, v, on=AttentionMesh(here, batch_axes=("rows",)))
     for same in ("data", ("data", "data")):
         with pytest.raises(ValueError, match=r"batch_axes .*it must be a tuple of different axes, of data, fsdp"):
-            attend(q, k, v, mesh=here, batch_axes=same)
+            attend(q, k, v, on=AttentionMesh(here, batch_axes=same))
     with pytest.raises(ValueError, match=r"head_axes \('context',\): axis 'context' shards another dim already"):
-        attend(q, k, v, mesh=here, head_axes=("context",))
+        attend(q, k, v, on=AttentionMesh(here, head_axes=("context",)))
     with pytest.raises(ValueError, match=r"batch 2 over mesh axes data, fsdp of size 8.*1, 2"):
-        attend(q, k, v, mesh=mesh(data=2, fsdp=4))
+        attend(q, k, v, on=mesh(data=2, fsdp=4))
     with pytest.raises(ValueError, match=r"kv_heads 2 over mesh axes tensor of size 4.*1, 2; the context axis"):
-        attend(q, k, v, mesh=mesh(tensor=4))
+        attend(q, k, v, on=mesh(tensor=4))
     with pytest.raises(ValueError, match=r"seq 60 in zigzag order over 4 devices.*multiple of 8.*56 and 64"):
-        attend(q[:, :60], k[:, :60], v[:, :60], mesh=here, order="zigzag")
+        attend(q[:, :60], k[:, :60], v[:, :60], on=here, tokens=TokenData(order="zigzag"))
 
 
 def test_axes_that_the_mesh_lacks_are_only_an_error_when_named():
     """A drop-in mesh with one axis works with the defaults."""
     q, k, v, _ = arrays(dtype="float32")
-    out = jax.jit(lambda q, k, v: ring_attention(q, k, v, mesh=_four_devices()))(q, k, v)
+    out = jax.jit(lambda q, k, v: ring_attention(q, k, v, on=_four_devices()))(q, k, v)
     assert error(out, dense_partial(q, k, v).out) < 2e-6
 
 
@@ -361,5 +363,5 @@ def test_explicit_axes(seq):
     here = jax.make_mesh((2, 4), ("data", "context"))
     assert AxisType.Explicit in here.axis_types
     q, k, v, _ = arrays(batch=2, seq=seq, dtype="float32")
-    out = jax.jit(lambda q, k, v: ring_attention(q, k, v, mesh=here))(q, k, v)
+    out = jax.jit(lambda q, k, v: ring_attention(q, k, v, on=here))(q, k, v)
     assert error(out, dense_partial(q, k, v).out) < 2e-6

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 import hlo
 from treering.layers.attention.dense import dense_partial
+from treering.layers.attention.distributed.arguments import AttentionMesh, TokenData
 from treering.layers.attention.distributed.tree import tree_attention, tree_combine, tree_partial
 from treering.layers.attention.distributed.tree_schemes import HEAD_SHARDED, SCHEMES, check_scheme, choose_scheme
 from treering.layers.attention.mask import Mask
@@ -99,6 +100,13 @@ def error(got, want) -> float:
     return float(np.abs(got - want).max() / max(np.abs(want).max(), 1e-300)) if want.size else 0.0
 
 
+def by_side(data: dict[str, Any]) -> dict[str, TokenData]:
+    """Positions and segments of keys and queries, as `tree_attention` takes them."""
+    keys = {name: x for name, x in data.items() if not name.startswith("q_")}
+    queries = {name.removeprefix("q_"): x for name, x in data.items() if name.startswith("q_")}
+    return {"tokens": TokenData(**keys), "q_tokens": TokenData(**queries)}
+
+
 def check(mesh, case: Case, dtype: str, scale: float = 1.0, slack: float = 1.0) -> None:
     """Values and gradients of a case against the oracle."""
     (q, k, v), data = arrays(case, dtype, scale=scale)
@@ -112,12 +120,12 @@ def check(mesh, case: Case, dtype: str, scale: float = 1.0, slack: float = 1.0) 
             q,
             k,
             v,
-            mesh=here,
+            on=here,
             mask=case.mask,
             scheme=case.scheme,
             inner=case.inner,
             head_sharded=case.head_sharded,
-            **data,
+            **by_side(data),
         )
 
     got = jax.jit(lambda *args: with_gradients(attend, cotangent, *args))(q, k, v, data)
@@ -189,7 +197,7 @@ def bfloat16_rms(mesh, p, scheme, inner=None, wire_dtype=None) -> float:
     case = Case(p, scheme, inner, 2, 4, 1024, (8, 2), 64)
     (q, k, v), data = arrays(case, jnp.bfloat16)
     here = mesh(context=p)
-    got = jax.jit(lambda *args: tree_attention(*args, mesh=here, scheme=scheme, inner=inner, wire_dtype=wire_dtype))(
+    got = jax.jit(lambda *args: tree_attention(*args, on=here, scheme=scheme, inner=inner, wire_dtype=wire_dtype))(
         q, k, v
     )
     assert got.dtype == jnp.bfloat16
@@ -208,7 +216,7 @@ def test_bfloat16_error_does_not_grow_with_devices(mesh, x64):
 def test_equal_scores_sum_exactly_in_bfloat16(mesh):
     """4096 equal keys with value 1: out 1, lse log 4096 (a bfloat16 sum would stop at 256)."""
     q, k = jnp.zeros((1, 1, 8, 16), jnp.bfloat16), jnp.ones((1, 4096, 2, 16), jnp.bfloat16)
-    got = jax.jit(lambda q, k, v: tree_partial(q, k, v, mesh=mesh(context=8)))(q, k, k)
+    got = jax.jit(lambda q, k, v: tree_partial(q, k, v, on=mesh(context=8)))(q, k, k)
     np.testing.assert_allclose(got.out, 1, rtol=2**-8)
     np.testing.assert_allclose(got.lse, np.log(4096), rtol=1e-6)
 
@@ -340,7 +348,7 @@ def test_one_message_in_a_decoded_step_and_its_gradient(mesh):
     case = Case(8, "all_to_all", batch=2, kv_seq=96, data="empty")
     (q, k, v), data = arrays(case, jnp.float32)
     here = mesh(context=8)
-    attend = jax.jit(lambda q, k, v: tree_attention(q, k, v, mesh=here, scheme=case.scheme, **data))
+    attend = jax.jit(lambda q, k, v: tree_attention(q, k, v, on=here, scheme=case.scheme, **by_side(data)))
     assert hlo.read(attend.lower(q, k, v).compile()).launches() == {"all-to-all": 1}
     gradient = jax.jit(jax.grad(lambda q, k, v: attend(q, k, v).sum(), (0, 1, 2)))
     # Back goes one message, and the queries' gradients are summed over the devices that all hold them.
@@ -351,7 +359,7 @@ def test_one_message_in_a_decoded_step_and_its_gradient(mesh):
 def test_heads_come_out_as_the_output_projection_takes_them(mesh, x64):
     case = Case(4, batch=2, axes=(("tensor", 2),))
     (q, k, v), data = arrays(case, jnp.float32)
-    out = jax.jit(lambda q, k, v: tree_attention(q, k, v, mesh=mesh(context=4, tensor=2)))(q, k, v)
+    out = jax.jit(lambda q, k, v: tree_attention(q, k, v, on=mesh(context=4, tensor=2)))(q, k, v)
     want = jax.sharding.NamedSharding(mesh(context=4, tensor=2), PartitionSpec(None, None, ("tensor", "context")))
     assert out.sharding.is_equivalent_to(want, 4)
     assert error(out, dense(case, q, k, v, data).out) < 2e-6
@@ -370,7 +378,7 @@ def test_batch_and_heads_stay_where_they_are(mesh):
         place(k, "data", "context", "tensor"),
         place(v, "data", "context", "tensor"),
     )
-    program = jax.jit(lambda q, k, v: tree_attention(q, k, v, mesh=here)).lower(*args)
+    program = jax.jit(lambda q, k, v: tree_attention(q, k, v, on=here)).lower(*args)
     assert hlo.read(program.compile()).launches() == {"all-to-all": 1}
 
 
@@ -378,7 +386,9 @@ def test_a_query_that_is_not_the_newest(mesh, x64):
     case = Case(4, batch=2, kv_seq=32)
     (q, k, v), _ = arrays(case, jnp.float64)
     at = jnp.asarray([[0], [17]], jnp.int32)
-    got = jax.jit(lambda q, k, v: tree_attention(q, k, v, mesh=mesh(context=4), q_positions=at))(q, k, v)
+    got = jax.jit(lambda q, k, v: tree_attention(q, k, v, on=mesh(context=4), q_tokens=TokenData(positions=at)))(
+        q, k, v
+    )
     assert error(got, dense(case, q, k, v, {"q_positions": at}).out) < 1e-13
     assert error(got[0, 0], jnp.repeat(v[0, 0], 4, axis=0)) < 1e-13
 
@@ -389,7 +399,14 @@ def test_no_key_at_all(mesh):
     nowhere = jnp.full((2, 8), -1, jnp.int32)
 
     def attend(q, k, v):
-        return tree_partial(q, k, v, mesh=mesh(context=4), positions=nowhere, q_positions=jnp.zeros((2, 3), jnp.int32))
+        return tree_partial(
+            q,
+            k,
+            v,
+            on=mesh(context=4),
+            tokens=TokenData(positions=nowhere),
+            q_tokens=TokenData(positions=jnp.zeros((2, 3), jnp.int32)),
+        )
 
     got = jax.jit(attend)(q, k, v)
     assert (got.out == 0).all() and (got.lse == -jnp.inf).all()
@@ -406,7 +423,9 @@ def test_a_row_without_keys_leaves_the_others_alone(mesh):
     @jax.jit
     def gradients(q, k, v, positions):
         def loss(q, k, v):
-            attended = tree_attention(q, k, v, mesh=mesh(context=8), positions=positions, q_positions=at)
+            attended = tree_attention(
+                q, k, v, on=mesh(context=8), tokens=TokenData(positions=positions), q_tokens=TokenData(positions=at)
+            )
             return jnp.sum(jnp.sin(attended[1]))
 
         return jax.grad(loss, (0, 1, 2))(q, k, v)
@@ -446,7 +465,7 @@ def test_any_positions_and_segments(mesh, data):
 def any_tokens(mesh):
     """The program of `SHAPE`, compiled once."""
     here = mesh(context=8)
-    return jax.jit(lambda q, k, v, tokens: tree_partial(q, k, v, mesh=here, scheme=SHAPE.scheme, **tokens))
+    return jax.jit(lambda q, k, v, tokens: tree_partial(q, k, v, on=here, scheme=SHAPE.scheme, **by_side(tokens)))
 
 
 MODEL: dict[str, Any] = dict(batch=1, seq=1, heads=32, head_dim=128, itemsize=2)
@@ -516,10 +535,10 @@ def test_every_choice_fits(p, batch, seq, heads, head_sharded, inner_place):
         (dict(batch=3), r"batch 3 over mesh axes data, fsdp of size 2.*sizes that work: 1, 3"),
         (dict(kv_seq=8, seq=9), r"seq 9 .*kv_seq 8"),
         (dict(positions=(2, 30)), r"positions has shape \(2, 30\): it must be \[batch kv_seq\], here \(2, 31\)"),
-        (dict(positions=(2, 31)), r"without q_positions"),
+        (dict(positions=(2, 31)), r"positions of keys without those of q_tokens"),
         (dict(q_positions=(2, 2)), r"q_positions has shape \(2, 2\): it must be \[batch seq\]"),
         (dict(wire_dtype="int8"), r"wire_dtype int8: it must be floating"),
-        (dict(segments=(2, 31)), r"segments and q_segments: give both"),
+        (dict(segments=(2, 31)), r"segments of tokens and of q_tokens: give both"),
     ],
 )
 def test_wrong_use_says_what_would_work(mesh, changes, message):
@@ -528,7 +547,10 @@ def test_wrong_use_says_what_would_work(mesh, changes, message):
     tokens = ("positions", "q_positions", "segments", "q_segments")
     asked: Any = {name: jnp.zeros(x, jnp.int32) if name in tokens else x for name, x in changes.items()}
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda q, k, v: tree_attention(q, k, v, mesh=mesh(data=2, context=4), **asked), q, k, v)
+        axes: Any = {name: asked.pop(name) for name in ("axis", "batch_axes", "head_axes") if name in asked}
+        on = AttentionMesh(mesh(data=2, context=4), **axes)
+        sides = by_side({name: asked.pop(name) for name in tokens if name in asked})
+        jax.eval_shape(lambda q, k, v: tree_attention(q, k, v, on=on, **sides, **asked), q, k, v)
 
 
 def test_an_unknown_scheme_names_those_that_exist():
@@ -539,7 +561,7 @@ def test_an_unknown_scheme_names_those_that_exist():
 def test_tensor_axis_larger_than_kv_heads_names_the_context_axis(mesh):
     (q, k, v), _ = arrays(Case(2, heads=(8, 1)), jnp.float32)
     with pytest.raises(ValueError, match=r"kv_heads 1 over mesh axes tensor of size 2.*that work: 1; the context"):
-        jax.eval_shape(lambda q, k, v: tree_attention(q, k, v, mesh=mesh(context=2, tensor=2)), q, k, v)
+        jax.eval_shape(lambda q, k, v: tree_attention(q, k, v, on=mesh(context=2, tensor=2)), q, k, v)
 
 
 def test_a_choice_names_groups_that_fit():
@@ -554,7 +576,7 @@ def test_explicit_axes(kv_seq, x64):
     assert jax.sharding.AxisType.Explicit in here.axis_types
     case = Case(4, batch=2, kv_seq=kv_seq)
     (q, k, v), data = arrays(case, jnp.float32)
-    out = jax.jit(lambda q, k, v: tree_attention(q, k, v, mesh=here))(q, k, v)
+    out = jax.jit(lambda q, k, v: tree_attention(q, k, v, on=here))(q, k, v)
     assert error(out, dense(case, q, k, v, data).out) < 2e-6
 
 
@@ -563,7 +585,7 @@ def test_a_mesh_of_one_axis(x64):
     ring = jax.make_mesh((4,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     case = Case(4, batch=2, seq=3)
     (q, k, v), data = arrays(case, jnp.float32)
-    out = jax.jit(lambda q, k, v: tree_attention(q, k, v, mesh=ring, axis="ring"))(q, k, v)
+    out = jax.jit(lambda q, k, v: tree_attention(q, k, v, on=AttentionMesh(ring, axis="ring")))(q, k, v)
     assert error(out, dense(case, q, k, v, data).out) < 2e-6
 
 

@@ -21,7 +21,7 @@ def check_shapes(q: Array, k: Array, v: Array) -> None:
         raise ValueError(f"q {q.shape} and k {k.shape} [batch seq heads head_dim] must share batch and head_dim")
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
-        works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        works = divisors(heads)
         raise ValueError(
             f"kv_heads {kv_heads} does not divide heads {heads}: each key head serves an equal group of query heads "
             f"(kv_heads that work: {works})"
@@ -37,3 +37,8 @@ def check_token_data(name: str, x: Array | None, batch: int, length: int) -> Non
         raise ValueError(f"{name} has shape {x.shape}: it must be {dims}, here {(batch, length)}")
     if x.dtype not in (jnp.int32, jnp.int64):
         raise ValueError(f"{name} has dtype {x.dtype}: it must be int32 or int64")
+
+
+def divisors(size: int) -> str:
+    """The numbers that divide `size`, for error messages."""
+    return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)

@@ -9,9 +9,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from treering.layers.attention.checks import check_shapes, check_token_data
-from treering.layers.attention.kernels import BlockMask, kernel_for
+from treering.layers.attention.kernels import NO_WINDOW, BlockMask, Geometry, kernel_of_blocks
 from treering.layers.attention.kernels.tiles import Q_TILE
-from treering.layers.attention.mask import BlockClass, Mask, static_class
+from treering.layers.attention.mask import Mask
 from treering.layers.attention.partial import Partial, statistics_dtype
 from treering.layers.attention.varying import vary_over, varying_axes
 
@@ -51,43 +51,46 @@ def local_attention(
         check_token_data(name, x, batch, length)
     if (q_segments is None) != (kv_segments is None):
         raise ValueError("q_segments and kv_segments: give both or neither (all 1 where one side is one document)")
-    kind = BlockClass.MIXED
-    if q_positions is kv_positions is q_segments is None:
+    segments = {} if q_segments is None else {"q_segments": q_segments, "kv_segments": kv_segments}
+    geometry = Geometry.POSITIONS
+    if q_positions is kv_positions is None:
         if not mask.causal:
-            kind = BlockClass.FULL
-        elif seq == kv_seq:
-            kind = static_class(mask, 0, 0, seq)
-    if kind is not BlockClass.MIXED:
-        pairs = BlockMask(kind)
-    else:
-        if q_positions is None:
-            q_positions = jnp.arange(seq, dtype=jnp.int32)[None]
-        if kv_positions is None:
-            kv_positions = jnp.arange(kv_seq, dtype=jnp.int32)[None]
-        pairs = BlockMask(kind, q_positions, kv_positions, q_segments, kv_segments)
-    pairs = jax.tree.map(jnp.asarray, pairs)
-    axes = varying_axes(q, k, v, pairs)
-    q, k, v, pairs = vary_over(axes, (fold_queries(q, k.shape[2]), fold_keys(k), fold_keys(v), pairs))
+            geometry = Geometry.FULL
+        elif seq == kv_seq and (mask.window is None or mask.window >= seq):
+            geometry = Geometry.DIAGONAL
+        else:
+            geometry = Geometry.BAND
+    band = None
+    if geometry is Geometry.BAND:
+        band = jnp.array([[NO_WINDOW if mask.window is None else 1 - mask.window, 0]], jnp.int32)
+    if geometry is Geometry.POSITIONS:
+        q_positions = jnp.arange(seq, dtype=jnp.int32)[None] if q_positions is None else q_positions
+        kv_positions = jnp.arange(kv_seq, dtype=jnp.int32)[None] if kv_positions is None else kv_positions
+    block = jax.tree.map(jnp.asarray, BlockMask(geometry, band, q_positions, kv_positions, **segments))
+    axes = varying_axes(q, k, v, block)
+    q, k, v, block = vary_over(axes, (fold_queries(q, k.shape[2]), fold_keys(k), fold_keys(v), block))
     with jax.named_scope("local_attention"):
-        return unfold_partial(_attend(q, k, v, pairs, mask, q.dtype if out_dtype is None else jnp.dtype(out_dtype)))
+        return unfold_partial(_attend(q, k, v, block, mask, q.dtype if out_dtype is None else jnp.dtype(out_dtype)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q: Array, k: Array, v: Array, pairs: BlockMask, mask: Mask, out_dtype: jnp.dtype) -> Partial:
-    return _attend_forward(q, k, v, pairs, mask, out_dtype)[0]
+def _attend(q: Array, k: Array, v: Array, block: BlockMask, mask: Mask, out_dtype: jnp.dtype) -> Partial:
+    return _attend_forward(q, k, v, block, mask, out_dtype)[0]
 
 
 def _attend_forward(
-    q: Array, k: Array, v: Array, pairs: BlockMask, mask: Mask, out_dtype: jnp.dtype
+    q: Array, k: Array, v: Array, block: BlockMask, mask: Mask, out_dtype: jnp.dtype
 ) -> tuple[Partial, tuple]:
-    kept = named(Partial(*kernel_for(pairs, mask).forward(q, k, v, pairs, mask)), out_dtype)
-    return Partial(kept.out.astype(out_dtype), kept.lse), (q, k, v, pairs, kept)
+    kept = named(Partial(*kernel_of_blocks(q, block).forward(q, k, v, block, mask)), out_dtype)
+    return Partial(kept.out.astype(out_dtype), kept.lse), (q, k, v, block, kept)
 
 
 def _attend_backward(mask: Mask, out_dtype: jnp.dtype, residuals: tuple, cotangent: Partial) -> tuple:
-    q, k, v, pairs, partial = residuals
-    dq, dk, dv = kernel_for(pairs, mask).backward(
-        q, k, v, pairs, mask, partial.lse, delta(partial, cotangent), cotangent.out.astype(q.dtype)
+    q, k, v, block, partial = residuals
+    kernel = kernel_of_blocks(q, block)
+    assert kernel.backward is not None, f"kernel {kernel.name} has no gradients"
+    dq, dk, dv = kernel.backward(
+        q, k, v, block, mask, partial.lse, delta(partial, cotangent), cotangent.out.astype(q.dtype)
     )
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 

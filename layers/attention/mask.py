@@ -4,9 +4,9 @@ A mask has a static part, `Mask`, known when a program is built, and a data part
 and keys. Segment 0 is padding and an empty cache slot has position -1: neither is ever seen, and a padding query sees
 nothing.
 
-Pairs of a block of queries and a block of keys fall into the classes of `BlockClass`. Where the order of tokens fixes
-the class it is known before the program runs (`static_class`), else it follows from the blocks' `Bounds` at run time
-(`classify`), and blocks that nobody sees cost nothing.
+Pairs of a block of queries and a block of keys fall into the classes of `BlockClass`, which follow from the blocks'
+`Bounds` when the program runs (`classify`), and blocks that nobody sees cost nothing. Where the order of tokens fixes
+which pairs see each other, `layers.attention.kernels.Geometry` says so instead.
 """
 
 import enum
@@ -70,8 +70,13 @@ def visible(
     if mask.window is not None:
         seen &= q - k < mask.window
     if q_segments is not None and kv_segments is not None:
-        seen &= (q_segments[..., :, None] == kv_segments[..., None, :]) & (q_segments[..., :, None] > 0)
+        seen &= same_segment(q_segments, kv_segments)
     return seen
+
+
+def same_segment(q_segments: Int[Array, "*batch q"], kv_segments: Int[Array, "*batch k"]) -> Bool[Array, "*batch q k"]:
+    """True where a query and a key belong to one document."""
+    return (q_segments[..., :, None] == kv_segments[..., None, :]) & (q_segments[..., :, None] > 0)
 
 
 class BlockClass(enum.IntEnum):
@@ -83,19 +88,6 @@ class BlockClass(enum.IntEnum):
     """Every query sees every key: nothing to mask."""
     MIXED = 2
     """Some pairs are seen; `visible` says which."""
-    DIAGONAL = 3
-    """Two runs of the same tokens under plain causality: query i sees keys 0 ... i. Only known statically."""
-
-
-def static_class(mask: Mask, q_start: int, kv_start: int, length: int) -> BlockClass:
-    """The class of two runs of `length` consecutive tokens of one document, from where they start."""
-    nearest, farthest = q_start - kv_start - (length - 1), q_start - kv_start + length - 1
-    if mask.causal and farthest < 0 or mask.window is not None and nearest >= mask.window:
-        return BlockClass.EMPTY
-    if (not mask.causal or nearest >= 0) and (mask.window is None or farthest < mask.window):
-        return BlockClass.FULL
-    whole_window = mask.window is None or mask.window >= length
-    return BlockClass.DIAGONAL if q_start == kv_start and whole_window else BlockClass.MIXED
 
 
 _FAR = 2**30
@@ -132,6 +124,11 @@ class Bounds(eqx.Module):
 
         return Bounds(low(positions), high(positions), low(segments), high(segments), jnp.all(real, axis=-1))
 
+    @staticmethod
+    def of_segments(segments: Int[Array, "*blocks block"]) -> "Bounds":
+        """Bounds where positions do not matter: all are 0."""
+        return Bounds.of(jnp.zeros_like(segments), segments, slots=False)
+
 
 def classify(mask: Mask, q: Bounds, kv: Bounds) -> Int[Array, "*blocks"]:
     """The `BlockClass` of each pair of blocks, EMPTY, FULL or MIXED, by bounds that broadcast with each other.
@@ -148,4 +145,11 @@ def classify(mask: Mask, q: Bounds, kv: Bounds) -> Int[Array, "*blocks"]:
     if mask.window is not None:
         empty |= q.position_low - mask.window >= kv.position_high
         full &= q.position_high - mask.window < kv.position_low
+    return jnp.where(empty, int(BlockClass.EMPTY), jnp.where(full, int(BlockClass.FULL), int(BlockClass.MIXED)))
+
+
+def worse(first: Int[Array, "*blocks"], second: Int[Array, "*blocks"]) -> Int[Array, "*blocks"]:
+    """The class of blocks of which two conditions say EMPTY, FULL or MIXED, where both must hold."""
+    empty = (first == BlockClass.EMPTY) | (second == BlockClass.EMPTY)
+    full = (first == BlockClass.FULL) & (second == BlockClass.FULL)
     return jnp.where(empty, int(BlockClass.EMPTY), jnp.where(full, int(BlockClass.FULL), int(BlockClass.MIXED)))

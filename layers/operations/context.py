@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from treering.configs.train import ContextParallel
+from treering.layers.attention.distributed.arguments import TokenData
 from treering.layers.attention.distributed.gather import gather_local
 from treering.layers.attention.distributed.ring import ring_local
 from treering.layers.attention.mask import Mask
@@ -53,9 +54,8 @@ class ContextAttention(eqx.Module):
         attend = {"ring": ring_local, "gather": gather_local}[self.algorithm]
 
         def per_device(q, k, v, segments, all_segments):
-            return attend(
-                q, k, v, axis="context", mask=mask, order=ORDER, segments=segments, kv_segments=all_segments
-            ).out
+            tokens, everyone = (TokenData(None, x, ORDER) for x in (segments, all_segments))
+            return attend(q, k, v, axis="context", mask=mask, tokens=tokens, all_tokens=everyone).out
 
         out = jax.shard_map(
             per_device,

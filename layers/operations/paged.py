@@ -9,10 +9,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from treering.layers.attention.distributed.arguments import TokenData
 from treering.layers.attention.distributed.ring import ring_local
 from treering.layers.attention.distributed.tree import tree_combine
 from treering.layers.attention.distributed.tree_schemes import Scheme
-from treering.layers.attention.kernels.paged_xla import attend_pages
+from treering.layers.attention.kernels import Geometry, Problem, kernel_for
 from treering.layers.attention.mask import Mask
 from treering.layers.attention.partial import Partial
 from treering.layers.nn.attention import ForwardInfo
@@ -64,6 +65,17 @@ class PagedAttention(eqx.Module):
         kv_spec = plan.spec("batch seq kv_heads head_dim", k.shape)
         rows = plan.axes("batch", q.shape[0])
 
+        kernel = kernel_for(
+            Problem(
+                platform=jax.default_backend(),
+                dtype=q.dtype,
+                head_dim=q.shape[3],
+                group=q.shape[2] // k.shape[2],
+                geometry=Geometry.PAGED,
+                segments=False,
+            )
+        )
+
         def per_device(q, k, v, keys, values, table, positions, layer):
             rank = lax.axis_index("context")
             own = (
@@ -77,16 +89,16 @@ class PagedAttention(eqx.Module):
 
             def attend(q, positions):
                 with jax.named_scope("cached_attention"):
-                    return attend_pages(q, keys, values, layer, table, positions, rank, devices, mask)
+                    return kernel.forward(q, keys, values, layer, table, positions, rank, devices, mask)
 
             if not seq_sharded:
                 out = tree_combine(attend(q, positions), "context", scheme=scheme).out
             elif self.fresh:
                 # As the cache would give them back.
                 k, v = (x.astype(keys.dtype).astype(q.dtype) for x in (k, v))
-                out = ring_local(
-                    q, k, v, axis="context", mask=mask, order="striped", positions=own, kv_positions=positions
-                ).out
+                # Their order fixes where the tokens of fresh rows are; those past a row's end are padding.
+                tokens, everyone = (TokenData(None, (x >= 0).astype(jnp.int32), "striped") for x in (own, positions))
+                out = ring_local(q, k, v, axis="context", mask=mask, tokens=tokens, all_tokens=everyone).out
             else:
                 out = _pass_queries(attend, q, positions, devices)
             return out.astype(q.dtype), keys, values

@@ -11,7 +11,6 @@ the sum packed into one message, and the merge of `layers.attention.partial` run
 """
 
 import dataclasses
-import math
 from typing import Literal
 
 import jax
@@ -19,11 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
-from treering.layers.attention.checks import check_shapes, check_token_data
+from treering.layers.attention.checks import check_shapes
+from treering.layers.attention.distributed.arguments import AttentionMesh, TokenData
 from treering.layers.attention.distributed.exchange import Route, exchange
-from treering.layers.attention.distributed.global_arrays import check_divides, mesh_axes, reshard_explicit
+from treering.layers.attention.distributed.global_arrays import reshard_explicit
 from treering.layers.attention.distributed.tree_schemes import (
     HEAD_SHARDED,
     Scheme,
@@ -115,108 +115,84 @@ def tree_partial(
     k: Float[Array, "batch kv_seq kv_heads head_dim"],
     v: Float[Array, "batch kv_seq kv_heads head_dim"],
     *,
-    mesh: Mesh,
-    axis: str = "context",
+    on: AttentionMesh | Mesh,
     mask: Mask = Mask(),
-    positions: Int[Array, "..."] | None = None,
-    segments: Int[Array, "..."] | None = None,
-    q_positions: Int[Array, "..."] | None = None,
-    q_segments: Int[Array, "..."] | None = None,
+    tokens: TokenData | None = None,
+    q_tokens: TokenData | None = None,
     scheme: Scheme | Literal["auto"] = "auto",
     inner: int | None = None,
     head_sharded: bool = True,
     wire_dtype: DTypeLike | None = None,
-    batch_axes: tuple[str, ...] | None = None,
-    head_axes: tuple[str, ...] | None = None,
 ) -> Partial:
     """`tree_attention` before its output is rounded: out in the statistics' dtype, and lse."""
+    on, tokens, q_tokens = AttentionMesh.of(on), tokens or TokenData(), q_tokens or TokenData()
     check_shapes(q, k, v)
     batch, seq, heads, head_dim = q.shape
     kv_seq, kv_heads = k.shape[1:3]
-    if axis not in mesh.shape:
-        raise ValueError(f"axis {axis!r}: the mesh has {', '.join(mesh.shape)}")
-    batch_axes = mesh_axes(mesh, "batch_axes", batch_axes, ("data", "fsdp"), taken=(axis,))
-    head_axes = mesh_axes(mesh, "head_axes", head_axes, ("tensor",), taken=(axis, *batch_axes))
-    check_divides(mesh, batch_axes, batch=batch)
-    check_divides(mesh, head_axes, heads=heads, kv_heads=kv_heads)
-    p = mesh.shape[axis]
-    for name, x, length in (
-        ("positions", positions, kv_seq),
-        ("segments", segments, kv_seq),
-        ("q_positions", q_positions, seq),
-        ("q_segments", q_segments, seq),
-    ):
-        check_token_data(name if name.startswith("q") else f"kv {name}", x, batch, length)
-    if (segments is None) != (q_segments is None):
-        raise ValueError("segments and q_segments: give both or neither (all 1 where one side is one document)")
-    if positions is not None and q_positions is None and mask.causal:
-        raise ValueError("positions of keys without q_positions: a causal mask needs where each query stands")
-    if q_positions is None and mask.causal and seq > kv_seq:
+    on.check(batch=batch, heads=heads, kv_heads=kv_heads)
+    tokens.check(batch, kv_seq, "kv ")
+    q_tokens.check(batch, seq, "q_")
+    if (tokens.segments is None) != (q_tokens.segments is None):
         raise ValueError(
-            f"seq {seq} queries stand at the end of kv_seq {kv_seq} keys: there are more; give q_positions"
+            "segments of tokens and of q_tokens: give both or neither (all 1 where one side is one document)"
+        )
+    if tokens.positions is not None and q_tokens.positions is None and mask.causal:
+        raise ValueError("positions of keys without those of q_tokens: a causal mask needs where each query stands")
+    if tokens.order != "contiguous" and tokens.positions is None:
+        raise ValueError(f"keys in {tokens.order} order without positions: give their positions")
+    if q_tokens.positions is None and mask.causal and seq > kv_seq:
+        raise ValueError(
+            f"seq {seq} queries are the last of kv_seq {kv_seq} keys: there are more; give positions in q_tokens"
         )
     wide = statistics_dtype(q.dtype)
     wire = wire_dtype_or(wide, wire_dtype)
-    shard_heads = heads // math.prod(mesh.shape[a] for a in head_axes)
+    local_heads = heads // on.parts(on.head_axes)
     if scheme == "auto":
         scheme = choose_scheme(
-            p=p,
-            batch=batch // math.prod(mesh.shape[a] for a in batch_axes),
+            p=on.size,
+            batch=batch // on.parts(on.batch_axes),
             seq=seq,
-            heads=shard_heads,
+            heads=local_heads,
             head_dim=head_dim,
             itemsize=wire.itemsize,
             inner=inner,
             head_sharded=head_sharded,
         )
-    check_scheme(scheme, p=p, heads=shard_heads, inner=inner)
+    check_scheme(scheme, p=on.size, heads=local_heads, inner=inner)
     if scheme in HEAD_SHARDED and not head_sharded:
-        raise ValueError(f"scheme {scheme!r} shards heads over {axis}, and head_sharded is False: take 'all_gather'")
+        raise ValueError(f"scheme {scheme!r} shards heads over {on.axis}, and head_sharded is False: take 'all_gather'")
 
-    padding = -kv_seq % p
-    newest_sees_all = mask.window is None and q_positions is None and (seq == 1 or not mask.causal)
-    if newest_sees_all and positions is None and segments is None and not padding:
-        mask = dataclasses.replace(mask, causal=False)
-        data = None
-    else:
-        if q_positions is None:
-            q_positions = jnp.broadcast_to(jnp.arange(kv_seq - seq, kv_seq, dtype=jnp.int32), (batch, seq))
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(kv_seq, dtype=jnp.int32), (batch, kv_seq))
-        positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
-        if segments is not None:
-            segments = jnp.pad(segments, ((0, 0), (0, padding)))
+    padding = -kv_seq % on.size
+    newest_sees_all = mask.window is None and q_tokens.positions is None and (seq == 1 or not mask.causal)
+    by_data = not newest_sees_all or padding or tokens.positions is not None or tokens.segments is not None
+    if by_data:
+        q_tokens = q_tokens.positioned(batch, kv_seq - seq, kv_seq)
+        tokens = tokens.positioned(batch, 0, kv_seq).padded(padding)
         k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (k, v))
-        data = (q_positions, positions, q_segments, segments)
+    else:
+        mask = dataclasses.replace(mask, causal=False)
+        tokens = q_tokens = TokenData()
 
-    def per_device(q, k, v, data):
-        q_positions, kv_positions, q_segments, kv_segments = (None,) * 4 if data is None else data
+    def per_device(q, k, v, q_tokens, tokens):
         partial = local_attention(
             q,
             k,
             v,
             mask=mask,
-            q_positions=q_positions,
-            kv_positions=kv_positions,
-            q_segments=q_segments,
-            kv_segments=kv_segments,
+            q_positions=q_tokens.positions,
+            kv_positions=tokens.positions,
+            q_segments=q_tokens.segments,
+            kv_segments=tokens.segments,
             out_dtype=wide,
         )
-        return tree_combine(partial, axis, scheme=scheme, inner=inner, wire_dtype=wire)
+        return tree_combine(partial, on.axis, scheme=scheme, inner=inner, wire_dtype=wire)
 
-    out_heads = (*head_axes, axis) if scheme in HEAD_SHARDED else head_axes
-    tokens, kv_tokens = PartitionSpec(batch_axes), PartitionSpec(batch_axes, axis)
-    kv_spec = PartitionSpec(batch_axes, axis, head_axes)
-    q_spec = PartitionSpec(batch_axes, None, head_axes)
-    specs = None if data is None else (tokens, kv_tokens, *((None, None) if segments is None else (tokens, kv_tokens)))
-    if data is not None:
-        data = tuple(reshard_explicit(x, mesh, spec) for x, spec in zip(data, (tokens, kv_tokens) * 2, strict=True))
-    return jax.shard_map(
-        per_device,
-        mesh=mesh,
-        in_specs=(q_spec, kv_spec, kv_spec, specs),
-        out_specs=PartitionSpec(batch_axes, None, out_heads),
-    )(reshard_explicit(q, mesh, q_spec), *reshard_explicit((k, v), mesh, kv_spec), data)
+    keys, queries = on.spec("batch", "seq", "heads"), on.spec("batch", None, "heads")
+    specs = (queries, keys, keys, on.spec("batch"), on.spec("batch", "seq"))
+    arrays = (reshard_explicit(x, on.mesh, spec) for x, spec in zip((q, k, v, q_tokens, tokens), specs, strict=True))
+    out_heads = (*(on.head_axes or ()), on.axis) if scheme in HEAD_SHARDED else on.head_axes
+    out_specs = PartitionSpec(on.batch_axes, None, out_heads)
+    return jax.shard_map(per_device, mesh=on.mesh, in_specs=specs, out_specs=out_specs)(*arrays)
 
 
 def tree_attention(
@@ -224,33 +200,27 @@ def tree_attention(
     k: Float[Array, "batch kv_seq kv_heads head_dim"],
     v: Float[Array, "batch kv_seq kv_heads head_dim"],
     *,
-    mesh: Mesh,
-    axis: str = "context",
+    on: AttentionMesh | Mesh,
     mask: Mask = Mask(),
-    positions: Int[Array, "..."] | None = None,
-    segments: Int[Array, "..."] | None = None,
-    q_positions: Int[Array, "..."] | None = None,
-    q_segments: Int[Array, "..."] | None = None,
+    tokens: TokenData | None = None,
+    q_tokens: TokenData | None = None,
     scheme: Scheme | Literal["auto"] = "auto",
     inner: int | None = None,
     head_sharded: bool = True,
     wire_dtype: DTypeLike | None = None,
-    batch_axes: tuple[str, ...] | None = None,
-    head_axes: tuple[str, ...] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Attention of queries that every device of `axis` holds over keys and values that lie spread along it.
+    """Attention of queries that every device of an axis holds over keys and values that are sharded along it.
 
-    Arrays are global: k and v sharded over `axis` by tokens, q replicated over it, rows of the batch over `batch_axes`,
-    heads over `head_axes`; None takes ("data", "fsdp") and ("tensor",) as far as the mesh has them. A kv_seq that the
-    axis does not divide is padded here. `positions` and `segments` `[batch kv_seq]` are those of the keys, in any order
-    (-1 an empty slot, segment 0 padding), `q_positions` and `q_segments` `[batch seq]` those of the queries; without
-    any, keys stand in order and the queries are the last of them.
+    `on` is a mesh whose axis "context" splits the keys, or an `AttentionMesh` that names other axes. Arrays are global:
+    k and v sharded by tokens, q replicated over the axis. A kv_seq that the axis does not divide is padded here.
+    `tokens` are those of the keys, in any order where they have positions (-1 an empty slot, segment 0 padding),
+    `q_tokens` those of the queries; without any, keys are in order and the queries are the last of them.
 
     Each device attends over its own keys, and one message joins the results (arXiv 2408.04093, algorithm 3, in one
     collective for three). `scheme` "auto" chooses by `choose_scheme`; `inner` says how many neighbours on the axis
     share fast links. The result's heads are sharded over (head_axes, axis) with the schemes of `HEAD_SHARDED`, which
-    "auto" takes only if `head_sharded`; else it is replicated over `axis`. Outputs travel as `wire_dtype`: None for the
-    statistics' dtype, with which an error in bfloat16 does not grow with devices; bfloat16 halves the bytes, for an
+    "auto" takes only if `head_sharded`; else it is replicated over the axis. Outputs travel as `wire_dtype`: None for
+    the statistics' dtype, with which an error in bfloat16 does not grow with devices; bfloat16 halves the bytes, for an
     error up to a half larger.
 
     Raises ValueError where shapes, axes, sizes or the scheme do not fit, naming what would.
@@ -259,17 +229,12 @@ def tree_attention(
         q,
         k,
         v,
-        mesh=mesh,
-        axis=axis,
+        on=on,
         mask=mask,
-        positions=positions,
-        segments=segments,
-        q_positions=q_positions,
-        q_segments=q_segments,
+        tokens=tokens,
+        q_tokens=q_tokens,
         scheme=scheme,
         inner=inner,
         head_sharded=head_sharded,
         wire_dtype=wire_dtype,
-        batch_axes=batch_axes,
-        head_axes=head_axes,
     ).out.astype(q.dtype)

@@ -31,22 +31,22 @@ def forward(
     q: Float[Array, "batch kv_heads group seq head_dim"],
     k: Float[Array, "batch kv_heads kv_seq head_dim"],
     v: Float[Array, "batch kv_heads kv_seq head_dim"],
-    pairs: BlockMask,
+    block: BlockMask,
     mask: Mask,
 ) -> tuple[Float[Array, "batch kv_heads group seq head_dim"], Float[Array, "batch kv_heads group seq"]]:
     """Output and log-sum-exp, as the contract of `layers.attention.kernels` says."""
-    if _rows_differ(pairs):
-        return _row_by_row(lambda q, k, v, pairs: forward(q, k, v, pairs, mask), (q, k, v, pairs))
-    tiles, scale = Tiles(q, k, pairs, mask), _Scale(q, mask)
+    if _rows_differ(block):
+        return _row_by_row(lambda q, k, v, block: forward(q, k, v, block, mask), (q, k, v, block))
+    tiles, scale = Tiles(q, k, block, mask), _Scale(q, mask)
     dtype = statistics_dtype(q.dtype)
-    axes = varying_axes(q, k, v, pairs)
+    axes = varying_axes(q, k, v, block)
     keys, values = tiles.fold_kv(k), tiles.fold_kv(v)
 
     def tile(args):
         i, queries = args
         visits = tiles.visits(i)
 
-        def block(n, carry, masked):
+        def visit(n, carry, masked):
             peak, total, acc = carry
             j = visits.index(n)
             scores = scale.scores(_dot(queries, tiles.kv_tile(keys, j), _BY_LAST_DIMS, dtype))
@@ -67,7 +67,7 @@ def forward(
             jnp.zeros(rows, dtype),
             jnp.zeros(queries.shape, dtype),
         )
-        peak, total, acc = _fold(visits, block, vary_over(axes, start))
+        peak, total, acc = _fold(visits, visit, vary_over(axes, start))
         some = total > 0
         safe = jnp.where(some, total, 1)
         return acc / safe[..., None], jnp.where(some, peak + jnp.log(safe), -jnp.inf)
@@ -80,7 +80,7 @@ def backward(
     q: Float[Array, "batch kv_heads group seq head_dim"],
     k: Float[Array, "batch kv_heads kv_seq head_dim"],
     v: Float[Array, "batch kv_heads kv_seq head_dim"],
-    pairs: BlockMask,
+    block: BlockMask,
     mask: Mask,
     lse: Float[Array, "batch kv_heads group seq"],
     delta: Float[Array, "batch kv_heads group seq"],
@@ -91,15 +91,15 @@ def backward(
     Float[Array, "batch kv_heads kv_seq head_dim"],
 ]:
     """Gradients of q, k and v from these pairs, as the contract of `layers.attention.kernels` says."""
-    if _rows_differ(pairs):
+    if _rows_differ(block):
 
-        def of_row(q, k, v, pairs, lse, delta, d_out):
-            return backward(q, k, v, pairs, mask, lse, delta, d_out)
+        def of_row(q, k, v, block, lse, delta, d_out):
+            return backward(q, k, v, block, mask, lse, delta, d_out)
 
-        return _row_by_row(of_row, (q, k, v, pairs, lse, delta, d_out))
-    tiles, scale = Tiles(q, k, pairs, mask), _Scale(q, mask)
+        return _row_by_row(of_row, (q, k, v, block, lse, delta, d_out))
+    tiles, scale = Tiles(q, k, block, mask), _Scale(q, mask)
     dtype = statistics_dtype(q.dtype)
-    axes = varying_axes(q, k, v, pairs, lse, delta, d_out)
+    axes = varying_axes(q, k, v, block, lse, delta, d_out)
     keys, values = tiles.fold_kv(k), tiles.fold_kv(v)
     # The barriers around turned keys and gradients keep XLA from folding the transposes into the product, which would
     # then contract its left operand's first dim.
@@ -111,7 +111,7 @@ def backward(
         i, queries, d_outs, lses, deltas = args
         visits = tiles.visits(i)
 
-        def block(n, carry, masked):
+        def visit(n, carry, masked):
             # Scores and all that follows from them are [kv tile, rows], so that no product needs a transposed operand.
             dq_turned, dk, dv = carry
             j = visits.index(n)
@@ -128,7 +128,7 @@ def backward(
 
         rows, head_dim = queries.shape[1:]
         dq_turned = vary_over(axes, jnp.zeros((queries.shape[0], head_dim, rows), dtype))
-        dq_turned, *grads = _fold(visits, block, (dq_turned, *grads))
+        dq_turned, *grads = _fold(visits, visit, (dq_turned, *grads))
         return tuple(grads), lax.optimization_barrier(dq_turned).swapaxes(1, 2)
 
     per_tile = (
@@ -143,21 +143,26 @@ def backward(
     return tiles.unfold_q(dq) * scale.factor, tiles.unfold_kv(dk) * scale.left, tiles.unfold_kv(dv)
 
 
-def computed_pairs(q_shape: tuple[int, ...], kv_seq: int, pairs: BlockMask, mask: Mask) -> Int[Array, ""]:
-    """How many pairs of a query and a key the kernel computes for one row and head, tiles of padding included."""
-    batch, kv_heads, _, _, head_dim = q_shape
-    q = jax.ShapeDtypeStruct(q_shape, jnp.float32)
-    tiles = Tiles(q, jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, head_dim), jnp.float32), pairs, mask)
-    visits = [jnp.asarray(tiles.visits(jnp.asarray(i)).all) for i in range(tiles.q_tiles)]
-    return jnp.sum(jnp.stack(visits)) * tiles.q_tile * tiles.kv_tile_size
+def computed_pairs(q_shape: tuple[int, ...], kv_seq: int, block: BlockMask, mask: Mask) -> Int[Array, ""]:
+    """How many pairs of a query and a key the kernel computes for one head of all rows, tiles of padding included."""
+    rows, kv_heads, _, _, head_dim = q_shape
+    q = jax.ShapeDtypeStruct((1, *q_shape[1:]), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, kv_heads, kv_seq, head_dim), jnp.float32)
+    total = jnp.zeros((), jnp.int32)
+    for row in range(rows):
+        own = jax.tree.map(lambda x: x[min(row, x.shape[0] - 1)][None], block)  # noqa: B023
+        tiles = Tiles(q, k, own, mask)
+        visits = [jnp.asarray(tiles.visits(jnp.asarray(i)).all) for i in range(tiles.q_tiles)]
+        total += jnp.sum(jnp.stack(visits)) * tiles.q_tile * tiles.kv_tile_size
+    return total
 
 
-def _fold(visits: Visits, block: Callable, carry: tuple) -> tuple:
-    """`block(visit, carry, masked)` over all visits of a tile, those that need no mask first."""
+def _fold(visits: Visits, visit: Callable, carry: tuple) -> tuple:
+    """`visit(n, carry, masked)` over all visits of a tile, those that need no mask first."""
     if not (isinstance(visits.full, int) and visits.full == 0):
-        carry = lax.fori_loop(0, visits.full, lambda n, carry: block(n, carry, False), carry)
+        carry = lax.fori_loop(0, visits.full, lambda n, carry: visit(n, carry, False), carry)
     if not (isinstance(visits.full, int) and visits.full == visits.all):
-        carry = lax.fori_loop(visits.full, visits.all, lambda n, carry: block(n, carry, True), carry)
+        carry = lax.fori_loop(visits.full, visits.all, lambda n, carry: visit(n, carry, True), carry)
     return carry
 
 
@@ -165,8 +170,8 @@ def _dot(a: Array, b: Array, dims: tuple, dtype: jnp.dtype) -> Array:
     return lax.dot_general(a, b, dims, preferred_element_type=dtype)
 
 
-def _rows_differ(pairs: BlockMask) -> bool:
-    return any(x.shape[0] > 1 for x in jax.tree.leaves(pairs))
+def _rows_differ(block: BlockMask) -> bool:
+    return any(x.shape[0] > 1 for x in jax.tree.leaves(block))
 
 
 def _row_by_row(function: Callable, rows: tuple) -> tuple:
