@@ -101,12 +101,13 @@ def test_runs_of_tokens_are_told_exactly(q_block, kv_block, length, mask):
     # The same from their distance alone, as a schedule of static geometry gives it.
     distance = q_start - kv_start
     low = NO_WINDOW if mask.window is None else distance - mask.window + 1
-    shape = jax.ShapeDtypeStruct((1, 1, 1, length, 8), jnp.float32)
-    tiles = Tiles(shape, shape, BlockMask(Geometry.BAND, jnp.array([[low, distance]])), mask)
+    q_like = jax.ShapeDtypeStruct((1, 1, 1, length, 8), jnp.float32)
+    kv_like = jax.ShapeDtypeStruct((1, 1, length, 8), jnp.float32)
+    tiles = Tiles(q_like, kv_like, BlockMask(Geometry.BAND, jnp.array([[low, distance]])), mask)
     tile = jnp.asarray(0)
     assert tiles._classes(tile)[0] == expected and (np.asarray(tiles.seen(tile, tile))[0, 0] == seen).all()
     if distance == 0 and (mask.window or length) >= length:
-        tiles = Tiles(shape, shape, BlockMask(Geometry.DIAGONAL), mask)
+        tiles = Tiles(q_like, kv_like, BlockMask(Geometry.DIAGONAL), mask)
         assert (np.asarray(tiles.seen(tile, tile))[0, 0] == seen).all()
 
 

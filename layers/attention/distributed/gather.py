@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 from treering.layers.attention.checks import check_shapes
 from treering.layers.attention.distributed.arguments import AttentionMesh, TokenData
 from treering.layers.attention.distributed.global_arrays import shard_map_attention
-from treering.layers.attention.distributed.ring_schedule import FullStep, RingSchedule, backward_step, forward_step
+from treering.layers.attention.distributed.ring import backward_step, forward_step
+from treering.layers.attention.distributed.ring_schedule import FullStep, RingSchedule
 from treering.layers.attention.distributed.token_layout import TokenLayout
 from treering.layers.attention.kernels import wants_branch_free
 from treering.layers.attention.local import delta, fold_keys, fold_queries, named, unfold_partial

@@ -7,6 +7,7 @@ behind their keys and end at home. 3 p - 2 in all, and never more than a fixed n
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,12 @@ from jaxtyping import Array, Float
 from treering.layers.attention.checks import check_shapes
 from treering.layers.attention.distributed.arguments import AttentionMesh, TokenData
 from treering.layers.attention.distributed.global_arrays import shard_map_attention
-from treering.layers.attention.distributed.ring_schedule import RingSchedule, backward_step, forward_step
+from treering.layers.attention.distributed.ring_schedule import FullStep, RingSchedule
 from treering.layers.attention.distributed.token_layout import TokenLayout
-from treering.layers.attention.kernels import wants_branch_free
+from treering.layers.attention.kernels import kernel_of_blocks, wants_branch_free
 from treering.layers.attention.local import delta, fold_keys, fold_queries, named, unfold_partial
 from treering.layers.attention.mask import Mask
-from treering.layers.attention.partial import Partial
+from treering.layers.attention.partial import Partial, merge
 from treering.layers.attention.varying import vary_over, varying_axes
 
 
@@ -144,3 +145,39 @@ def _send(x: Array, axis: str) -> Array:
     """To the next rank: after s sends a device holds what began s ranks before it."""
     p = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(rank, (rank + 1) % p) for rank in range(p)])
+
+
+def forward_step(step: FullStep, q: Array, kv: Array, mask: Mask, partial: Partial | None) -> Partial:
+    """The result after a step, where `partial` is that before it (None at the first)."""
+    queries, (keys, values) = step.queries(q), step.keys(kv)
+    part = Partial(*kernel_of_blocks(queries, step.block).forward(queries, keys, values, step.block, mask))
+    if partial is None:
+        partial = _nothing(step, q, part)
+        if partial is None:
+            return part
+    return step.join_queries(merge, partial, part)
+
+
+def backward_step(
+    step: FullStep, q: Array, kv: Array, mask: Mask, of_rows: Sequence[Array], grads: tuple[Array, Array] | None
+) -> tuple[Array, Array]:
+    """Gradients of q, and of the keys and values at hand, after a step; `of_rows` are lse, delta and d_out."""
+    queries, (keys, values) = step.queries(q), step.keys(kv)
+    rows = [step.queries(x) for x in of_rows]
+    kernel = kernel_of_blocks(queries, step.block)
+    assert kernel.backward is not None, f"kernel {kernel.name} has no gradients"
+    dq, *dkv = kernel.backward(queries, keys, values, step.block, mask, *rows)
+    dkv = jnp.stack(dkv)
+    if grads is None:
+        if type(step) is FullStep:
+            return dq, dkv
+        zeros = jnp.zeros(q.shape, dq.dtype), jnp.zeros(kv.shape, dkv.dtype)
+        grads = vary_over(varying_axes(dq, dkv), zeros)
+    return step.join_queries(jnp.add, grads[0], dq), step.join_keys(jnp.add, grads[1], dkv)
+
+
+def _nothing(step: FullStep, q: Array, part: Partial) -> Partial | None:
+    """What a first step of halves joins with; None for a step whose result is whole."""
+    if type(step) is FullStep:
+        return None
+    return vary_over(varying_axes(part), Partial.empty(q.shape[:-1], q.shape[-1], part.out.dtype))

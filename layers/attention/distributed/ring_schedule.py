@@ -27,10 +27,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from treering.layers.attention.distributed.token_layout import TokenLayout
-from treering.layers.attention.kernels import NO_WINDOW, BlockMask, Geometry, kernel_of_blocks
+from treering.layers.attention.kernels import NO_WINDOW, BlockMask, Geometry
 from treering.layers.attention.mask import Mask
-from treering.layers.attention.partial import Partial, merge
-from treering.layers.attention.varying import vary_over, varying_axes
 
 T = TypeVar("T")
 Half = int | Int[Array, ""]
@@ -143,42 +141,6 @@ class RingSchedule:
         bands = jnp.stack([self._band(apart * (self.local_seq // 2), 1) for apart in chunks])
         block = BlockMask(Geometry.BAND, jnp.repeat(bands, rows, axis=0), **segments)
         return ZigzagStep(block, q_halves, kv_halves)
-
-
-def forward_step(step: FullStep, q: Array, kv: Array, mask: Mask, partial: Partial | None) -> Partial:
-    """The result after a step, where `partial` is that before it (None at the first)."""
-    queries, (keys, values) = step.queries(q), step.keys(kv)
-    part = Partial(*kernel_of_blocks(queries, step.block).forward(queries, keys, values, step.block, mask))
-    if partial is None:
-        partial = _nothing(step, q, part)
-        if partial is None:
-            return part
-    return step.join_queries(merge, partial, part)
-
-
-def backward_step(
-    step: FullStep, q: Array, kv: Array, mask: Mask, of_rows: Sequence[Array], grads: tuple[Array, Array] | None
-) -> tuple[Array, Array]:
-    """Gradients of q, and of the keys and values at hand, after a step; `of_rows` are lse, delta and d_out."""
-    queries, (keys, values) = step.queries(q), step.keys(kv)
-    rows = [step.queries(x) for x in of_rows]
-    kernel = kernel_of_blocks(queries, step.block)
-    assert kernel.backward is not None, f"kernel {kernel.name} has no gradients"
-    dq, *dkv = kernel.backward(queries, keys, values, step.block, mask, *rows)
-    dkv = jnp.stack(dkv)
-    if grads is None:
-        if type(step) is FullStep:
-            return dq, dkv
-        zeros = jnp.zeros(q.shape, dq.dtype), jnp.zeros(kv.shape, dkv.dtype)
-        grads = vary_over(varying_axes(dq, dkv), zeros)
-    return step.join_queries(jnp.add, grads[0], dq), step.join_keys(jnp.add, grads[1], dkv)
-
-
-def _nothing(step: FullStep, q: Array, part: Partial) -> Partial | None:
-    """What a first step of halves joins with; None for a step whose result is whole."""
-    if type(step) is FullStep:
-        return None
-    return vary_over(varying_axes(part), Partial.empty(q.shape[:-1], q.shape[-1], part.out.dtype))
 
 
 def _half(x: Array, half: Half, seq_dim: int) -> Array:
