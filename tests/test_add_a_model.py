@@ -77,10 +77,10 @@ def test_the_plugin_of_the_page_is_known_to_zoo(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "mine.py is no file"),
+        (None, "mine.py is not a file"),
         ("import nothing_of_that_name", "cannot be imported: ModuleNotFoundError"),
         ("def broken(:", "cannot be imported: SyntaxError"),
-        ("x = 1", "registers no family: a plugin calls models.families.register_family"),
+        ("x = 1", "registers no family: a plugin calls treering.models.families.register_family"),
         (
             "from treering.models.families import llama, register_family\nregister_family(llama.FAMILY)",
             "family 'llama' is registered already: choose another name",

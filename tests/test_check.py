@@ -186,14 +186,17 @@ def _file(folder: Path, text: str) -> str:
     ("entry", "says"),
     [
         ("llama-9", "llama-9 is no MODULE:CONFIG, no path/to/file.py:CONFIG, no config.json and no size of the zoo"),
-        ("none.py:TINY", "none.py is no file"),
+        ("none.py:TINY", "none.py is not a file"),
         ("treering.configs.llama:TINIER", "treering.configs.llama:TINIER cannot be imported"),
         ("treering.configs.nowhere:TINY", "treering.configs.nowhere:TINY cannot be imported"),
         ("here:BIG", "here:BIG cannot be imported: No module named 'here' (the file is here.py:BIG)"),
         ("treering.configs.llama:LlamaConfig", "is a type: a config is an instance of a ModelConfig"),
         ("here.py:TINY", "here.py has no config 'TINY': it has BIG"),
         ("none.json", "none.json does not exist"),
-        ("unknown.json", "model_type 'mamba': the supported ones are"),
+        (
+            "unknown.json",
+            'unknown.json: "model_type" mamba: it is not supported, and --plugin FILE adds a family (works: gemma3',
+        ),
     ],
 )
 def test_entries_that_are_none_are_one_line(tmp_path, monkeypatch, capsys, entry: str, says: str) -> None:

@@ -480,8 +480,11 @@ def test_a_checkpoint_needs_no_conversion(tmp_path: Path) -> None:
         ({"llama.attention.value_length": 32}, "value_length 32"),
         ({"llama.rope.dimension_count": 4}, "dimension_count 4"),
         ({"split.count": 2}, "one of 2 parts"),
-        ({"llama.attention.head_count_kv": 3}, "model.gguf: llama.attention.head_count_kv 3 does not divide llama.att"),
-        ({"llama.context_length": 0}, "model.gguf has llama.context_length 0: it must be at least 1"),
+        (
+            {"llama.attention.head_count_kv": 3},
+            'model.gguf: "llama.attention.head_count_kv" 3: it must divide the 8 query',
+        ),
+        ({"llama.context_length": 0}, 'model.gguf: "llama.context_length" 0: it must be at least 1'),
     ],
 )
 def test_gguf_metadata_that_changes_the_arithmetic_is_refused(
@@ -564,32 +567,36 @@ def test_every_spelling_of_rotary_parameters(fields: dict[str, Any], rope: Any) 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention_bias": True}, "attention_bias True"),
-        ({"mlp_bias": True}, "mlp_bias True"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
-        ({"sliding_window": 4096}, "sliding_window 4096"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config .gptq"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config .awq"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'.*default, linear, llama3, yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
+        ({"attention_bias": True}, '"attention_bias" True: .*works: absent, False'),
+        ({"mlp_bias": True}, '"mlp_bias" True'),
+        ({"hidden_act": "gelu"}, '"hidden_act" gelu.*silu'),
+        ({"sliding_window": 4096}, '"sliding_window" 4096: Llama attends to all'),
+        ({"quantization_config": {"quant_method": "gptq"}}, '"quantization_config" gptq: quantised weights'),
+        ({"quantization_config": {"quant_method": "awq"}}, '"quantization_config" awq'),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            '^config.json: rope: "rope_type" longrope.*default, linear, llama3, yarn',
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, '"rope_type" dynamic'),
+        ({"rope_scaling": {"rope_type": ["x"]}}, r'"rope_type" \[.x.\]: it is not supported'),
+        ({"rope_scaling": {"type": "linear"}}, '^config.json: rope: "factor": it is missing'),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "twist": 1}}, "twist"),
-        ({"rope_scaling": "linear"}, "must be an object"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"num_hidden_layers": "two"}, "num_hidden_layers 'two': it must be a whole number"),
-        ({"num_hidden_layers": 0}, "^config.json has num_hidden_layers 0: it must be at least 1"),
-        ({"num_attention_heads": 0}, "^config.json has num_attention_heads 0: it must be at least 1"),
+        ({"rope_scaling": "linear"}, '"rope_scaling" linear: it must be an object'),
+        ({"partial_rotary_factor": 0.5}, '"partial_rotary_factor" 0.5'),
+        ({"num_hidden_layers": "two"}, '"num_hidden_layers" two: it must be a whole number'),
+        ({"num_hidden_layers": 0}, '^config.json: "num_hidden_layers" 0: it must be at least 1'),
+        ({"num_attention_heads": 0}, '^config.json: "num_attention_heads" 0: it must be at least 1'),
         (
             {"num_key_value_heads": 3},
-            r"^config.json: num_key_value_heads 3 does not divide num_attention_heads 8: each key head serves an equal "
-            r"group of query heads \(num_key_value_heads that work: 1, 2, 4, 8\)$",
+            r'^config.json: "num_key_value_heads" 3: it must divide the 8 query heads, of which each key head serves '
+            r"an equal group \(works: 1, 2, 4, 8\)$",
         ),
-        ({"head_dim": 7}, "^config.json: head_dim 7 is odd"),
-        ({"model_type": "mistral", "sliding_window": 0}, "^config.json: sliding_window 0: a window holds at least"),
-        ({"rms_norm_eps": float("nan")}, "^config.json has rms_norm_eps nan: it must be a number"),
-        ({"rope_theta": -1.0}, "^config.json has rope_theta -1.0: it must be above 0"),
-        ({"hidden_size": 60}, "does not divide hidden_size 60"),
-        ({"vocab_size": "absent"}, "lacks 'vocab_size'"),
+        ({"head_dim": 7}, '^config.json: "head_dim" 7: it must be even'),
+        ({"model_type": "mistral", "sliding_window": 0}, '"sliding_window" 0: it must be at least 1'),
+        ({"rms_norm_eps": float("nan")}, '^config.json: "rms_norm_eps" nan: it must be a number'),
+        ({"rope_theta": -1.0}, '^config.json: "rope_theta" -1.0: it must be above 0'),
+        ({"hidden_size": 60}, '"hidden_size" 60: it is not a multiple of num_attention_heads, 8, and there is'),
+        ({"vocab_size": "absent"}, '^config.json: "vocab_size": it is missing'),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier .treering convert --ignore-fields embedding_multiplier"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -608,7 +615,7 @@ def test_fields_that_change_nothing_are_not(tmp_path: Path) -> None:
 
 def test_an_unsupported_model_type_lists_the_supported_ones(tmp_path: Path) -> None:
     source = tiny.write_folder(tmp_path / "source", tiny.LLAMA | {"model_type": "gpt2"})
-    refused(source, tmp_path / "checkpoint", "model_type 'gpt2': the supported ones are .*llama")
+    refused(source, tmp_path / "checkpoint", 'config.json: "model_type" gpt2: it is not supported.*works: .*llama')
 
 
 @pytest.mark.long

@@ -109,7 +109,7 @@ def test_tensors_of_ones_change_nothing(tmp_path: Path) -> None:
         (np.array([1, 8], np.float32), {}, r"of shape \(2,\): a head has 4 frequencies"),
         (np.array([1, 1, 8, 8], np.float32), {"llama.rope.scaling.type": "yarn"}, "only one of them"),
         (None, {"llama.rope.scaling.type": "longrope"}, "'longrope': the supported ones are none, linear, yarn"),
-        (None, {"llama.rope.scaling.type": "yarn"}, "lacks 'factor'"),
+        (None, {"llama.rope.scaling.type": "yarn"}, r'model.gguf: rope: "factor": it is missing'),
         (
             None,
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.alpha": 1.0},
