@@ -156,7 +156,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         torch.save(torch.load(first, weights_only=True) | {"extra": extra}, first)
         assert words in refused(folder, capsys)
     tiny.write_meta(folder, dim=None)
-    assert "params.json lacks 'dim'" in refused(folder, capsys)
+    assert 'params.json: "dim": it is missing' in refused(folder, capsys)
 
 
 def test_without_torch_it_is_one_line(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from treering.layers.nn.attention import ForwardInfo
 from treering.layers.operations.paged import PagedAttention
 from treering.layers.parallel.sharding import Plan, Table, make_mesh
 from treering.models.audit.score import text_logits
-from treering.models.checkpoint.model import abstract_model, named_leaves
+from treering.models.checkpoint.model import abstract_arrays, abstract_model, named_leaves
 from treering.models.checkpoint.record import Record
 from treering.models.conversion.load import open_model
 from treering.models.families import families, family_of, named_sizes, read_hf_config
@@ -177,7 +177,7 @@ def _same(config: ModelConfig, back: ModelConfig) -> None:
 
 def _shardings(config: ModelConfig) -> str:
     model = abstract_model(config)
-    arrays = eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    arrays = abstract_arrays(model)
     fits, refused = [], []
     for sizes in MESHES:
         name = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "1 device"

@@ -31,6 +31,11 @@ def abstract_model(config: ModelConfig) -> Transformer:
     return eqx.filter_eval_shape(lambda: family.init(config, jax.random.key(0)))
 
 
+def abstract_arrays(model: Transformer) -> Transformer:
+    """The shapes of an abstract model without what is not an array."""
+    return eqx.filter(model, _is_array)
+
+
 _IN_FILES = (("blocks.pattern.", "blocks.places."), ("blocks.tail.", "blocks.rest."))
 """Parts of a tree that have older names in files, and keep them: checkpoints and fingerprints stay what they are."""
 
@@ -38,13 +43,15 @@ _IN_FILES = (("blocks.pattern.", "blocks.places."), ("blocks.tail.", "blocks.res
 def named_leaves(tree: Any) -> dict[str, Any]:
     """The arrays (or shapes) of `tree` by their names in files: paths such as `blocks.places.0.attention.q.weight`."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, _is_array))
-    return {_name_in_files(jax.tree_util.keystr(path, simple=True, separator=".")): leaf for path, leaf in leaves}
+    return {path_in_files(path): leaf for path, leaf in leaves}
 
 
-def _name_in_files(path: str) -> str:
+def path_in_files(path: tuple[Any, ...]) -> str:
+    """The name in files of the array at a path of a tree."""
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
     for part, older in _IN_FILES:
-        path = path.replace(part, older)
-    return path
+        name = name.replace(part, older)
+    return name
 
 
 def _is_array(leaf: Any) -> bool:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from treering.configs.cli import Positional, parse
+from treering.configs.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ def main(arguments: list[str]) -> int:
     """Runs the command."""
     options = parse(ExportOptions, arguments, program="treering export")
     if not math.isfinite(options.shard_gigabytes):
-        raise ValueError(f"shard_gigabytes {options.shard_gigabytes}: it must be a number, such as 5")
+        raise UserError("it must be a number", field="shard_gigabytes", value=options.shard_gigabytes, works=[5])
     from treering.models.conversion.export import export
 
     export(
