@@ -1,7 +1,10 @@
 """Checkpoints: saved on one mesh and restored on another, and everything that is not a checkpoint."""
 
 import json
+import logging
+import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -273,3 +276,20 @@ def test_a_model_json_that_is_no_text_or_no_end_of_brackets_is_told_by_name(tmp_
     (tmp_path / "model.json").write_bytes(content)
     with pytest.raises(ValueError, match="model.json is damaged"):
         read_record(tmp_path)
+
+
+def test_the_quiet_of_a_command_ends_with_it_and_the_library_has_none() -> None:
+    from treering.models.checkpoint.arrays import array_handler
+    from treering.models.checkpoint.quiet import quiet_orbax
+
+    def state() -> tuple[Any, ...]:
+        return (*(logging.getLogger(name).level for name in ("absl", "asyncio")), list(warnings.filters))
+
+    before = state()
+    array_handler()
+    assert state() == before
+    with pytest.raises(KeyboardInterrupt), quiet_orbax():
+        assert not any(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in ("absl", "asyncio"))
+        assert warnings.filters[0][:2] == ("ignore", re.compile("coroutine .* was never awaited", re.IGNORECASE))
+        raise KeyboardInterrupt
+    assert state() == before

@@ -105,13 +105,13 @@ def spoil(file: Path) -> None:
         (
             cut,
             "embed.table/0.0",
-            r"damaged or not whole: convert or copy it again \(embed.table/0.0 holds 100 bytes instead",
+            r"damaged or incomplete: convert or copy it again \(embed.table/0.0 holds 100 bytes instead",
         ),
-        (Path.unlink, "embed.table/0.0", "damaged or not whole.*No such file.*embed.table/0.0"),
+        (Path.unlink, "embed.table/0.0", "damaged or incomplete.*No such file.*embed.table/0.0"),
         (shutil.rmtree, "embed.table", "missing embed.table"),
-        (Path.unlink, "embed.table/.zarray", "damaged or not whole.*No such file.*embed.table/.zarray"),
-        (spoil, "embed.table/.zarray", "embed.table/.zarray describes no array"),
-        (lambda file: file.write_text("[]"), "embed.table/.zarray", "embed.table/.zarray describes no array"),
+        (Path.unlink, "embed.table/.zarray", "damaged or incomplete.*No such file.*embed.table/.zarray"),
+        (spoil, "embed.table/.zarray", "embed.table/.zarray does not describe an array"),
+        (lambda file: file.write_text("[]"), "embed.table/.zarray", "embed.table/.zarray does not describe an array"),
     ],
 )
 def test_damaged_weights_are_told_once(
