@@ -155,7 +155,7 @@ def test_a_destination_is_replaced_only_when_asked(saved: tuple[Path, Transforme
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="no checkpoint, so"):
+    with pytest.raises(ValueError, match="not a checkpoint, so"):
         save_model(tmp_path / "precious", model, source={}, overwrite=True)
     assert (tmp_path / "precious" / "thesis.txt").exists()
 
@@ -201,7 +201,7 @@ def not_a_checkpoint(kind: str, path: Path) -> None:
         ("hugging face", ValueError, "treering convert .*thing DST"),
         ("gguf", ValueError, "treering convert .*model.gguf DST"),
         ("file", ValueError, "is a file"),
-        ("other", ValueError, "is no checkpoint"),
+        ("other", ValueError, "is not a checkpoint: it lacks model.json"),
     ],
 )
 def test_what_is_no_checkpoint_is_told(tmp_path: Path, kind: str, error: type[Exception], message: str) -> None:
@@ -222,12 +222,16 @@ def changed_record(path: Path, tmp_path: Path, change: Callable[[dict[str, Any]]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda record: record.update(format=2), "has format 2: this version reads format 1"),
-        (lambda record: record.update(family="falcon"), "family 'falcon': the families here are .*llama"),
-        (lambda record: record.update(transforms=["int8"]), "transforms .*int8"),
+        (lambda record: record.update(format=2), r'model.json: "format" 2: this version does not read it \(works: 1\)'),
+        (lambda record: record.update(family="falcon"), '"family" falcon: it is not known here.*works: .*llama'),
+        (lambda record: record.update(transforms=["int8"]), '"transforms" .*int8.*: this version knows none'),
         (lambda record: record["config"].pop("heads"), "does not describe a model.*heads"),
         (lambda record: record["config"].update(colour="red"), "does not describe a model.*colour"),
         (lambda record: record["config"]["rope"].update(kind="spiral"), "does not describe a model.*spiral"),
+        (
+            lambda record: record["config"].update(kv_heads=3),
+            'model.json: "kv_heads" 3: it must divide',
+        ),
         (lambda record: record.pop("format"), "damaged"),
     ],
 )

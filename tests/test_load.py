@@ -65,7 +65,7 @@ def test_what_cannot_be_run_says_why(folder: Path, capsys: pytest.CaptureFixture
         assert words in said and said.startswith("treering generate: "), said
 
     (folder / "hf" / "tokenizer.json").rename(folder / "tokenizer.json")
-    refused("hf", "has no tokenizer beside it")
+    refused("hf", "has no tokenizer next to it")
     (folder / "tokenizer.json").rename(folder / "hf" / "tokenizer.json")
     file = folder / "hf" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -77,6 +77,8 @@ def test_what_cannot_be_run_says_why(folder: Path, capsys: pytest.CaptureFixture
     refused("hf", "holds no weights")
     (folder / "checkpoint" / "model.json").unlink()
     refused("checkpoint", "is unfinished")
+    refused("Org/Model", "does not exist: give a checkpoint, a Hugging Face folder, a Meta folder or a GGUF file (to t")
+    refused("Org/Model", "names on the Hugging Face hub are not downloaded")
 
 
 def test_paths_through_a_parent_folder_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +129,20 @@ def test_damaged_weights_are_told_once(
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_a_run_is_no_model_but_has_some(folder: Path) -> None:
+def test_a_run_is_not_a_model_but_has_some(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "run" / "checkpoints").mkdir(parents=True)
     (folder / "run" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is a run, or a step of one: give checkpoints/STEP/model in it"):
+    with pytest.raises(ValueError, match="run is a training run without a checkpoint"):
         open_model(folder / "run")
+    for step in ("9", "10", "11.orbax-checkpoint-tmp"):
+        shutil.copytree(folder / "checkpoint", folder / "run" / "checkpoints" / step / "model")
+    newest = folder / "run" / "checkpoints" / "10" / "model"
+    for command in ("export", "convert", "verify"):
+        assert treering.main([command, str(folder / "run"), str(folder / "new")]) == 2
+        told = f"treering {command}: {folder / 'run'} is a training run: its newest checkpoint is {newest}\n"
+        assert capsys.readouterr().err == told
+    with pytest.raises(ValueError, match=f"10 is a step of a training run: its checkpoint is {newest}"):
+        open_model(newest.parent)
 
 
 def test_text_that_is_no_unicode_is_refused(folder: Path) -> None:

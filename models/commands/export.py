@@ -24,8 +24,10 @@ class ExportOptions:
 def main(arguments: list[str]) -> int:
     """Runs the command."""
     options = parse(ExportOptions, arguments, program="treering export")
-    if not math.isfinite(options.shard_gigabytes):
-        raise UserError("it must be a number", field="shard_gigabytes", value=options.shard_gigabytes, works=[5])
+    if not math.isfinite(options.shard_gigabytes) or options.shard_gigabytes < 1e-9:
+        raise UserError(
+            "it must be a number above 0", field="shard_gigabytes", value=options.shard_gigabytes, works=[5]
+        )
     from treering.models.conversion.export import export
 
     export(

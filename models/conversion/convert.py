@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -17,6 +16,7 @@ from treering.models.checkpoint.atomic_folder import empty, written_beside
 from treering.models.checkpoint.hashing import fingerprint, hash_array
 from treering.models.checkpoint.model import check_destination, finish, main_dtype
 from treering.models.checkpoint.record import WEIGHTS, Record
+from treering.models.files import copy_folder
 from treering.models.formats.match import Parameter, fill, match
 from treering.models.formats.open import open_source, read_source_config
 from treering.models.formats.source import Source
@@ -53,7 +53,7 @@ def convert(
         _save_tokenizer(source, config, Path(scratch))
         with written_beside(dst, check) as unfinished:
             hashes = _resume(unfinished, identity)
-            shutil.copytree(scratch, unfinished / TOKENIZER, dirs_exist_ok=True)
+            copy_folder(Path(scratch), unfinished / TOKENIZER)
             _write_weights(parameters, unfinished, identity, hashes)
             (unfinished / JOURNAL).unlink()
             record = Record(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from treering.configs.errors import UserError
 from treering.configs.model import ModelConfig
 from treering.models.checkpoint.arrays import DTYPES, read_array, read_shapes
 from treering.models.checkpoint.atomic_folder import check_creatable, empty, written_beside
@@ -19,7 +20,7 @@ from treering.models.checkpoint.hashing import fingerprint, hash_array
 from treering.models.checkpoint.record import RECORD, WEIGHTS, Record, read_record
 from treering.models.checkpoint.tensors import TensorStack, stacked_tensors
 from treering.models.families import families
-from treering.models.files import listing
+from treering.models.files import copy_folder, listing
 from treering.models.formats.safetensors_writer import SafetensorsWriter
 from treering.models.progress import byte_progress
 from treering.models.tokenizer import TOKENIZER, Tokenizer
@@ -34,13 +35,12 @@ def export(
 ) -> None:
     """Writes the checkpoint as a Hugging Face `folder`, in the dtype that it is stored in.
 
-    Weights are one file, or several of up to `shard_bytes` with an index. The folder appears under its name when it is
-    whole. Raises what `read_record` does, and ValueError where the folder exists and `overwrite` is False, where it may
+    Weights are one file, or several of up to `shard_bytes` with an index. The folder gets its name when it is complete. Raises what `read_record` does, and ValueError where the folder exists and `overwrite` is False, where it may
     not be replaced, and where the weights are not those that model.json describes.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
     if shard_bytes < 1:
-        raise ValueError(f"a shard of {shard_bytes} bytes: it holds at least 1")
+        raise UserError("a file holds at least 1 byte", field="shard_bytes", value=shard_bytes)
     record = read_record(checkpoint)
     with written_beside(folder, lambda: _check_destination(checkpoint, folder, overwrite=overwrite)) as unfinished:
         empty(unfinished)
@@ -57,14 +57,14 @@ def export(
 def _check_destination(checkpoint: Path, folder: Path, *, overwrite: bool) -> None:
     here, there = checkpoint.resolve(), folder.resolve()
     if here == there or here in there.parents or there in here.parents:
-        raise ValueError(f"{folder} lies in the checkpoint {checkpoint} or around it: choose another destination")
+        raise ValueError(f"{folder} is in the checkpoint {checkpoint}, or holds it: choose another destination")
     if not folder.exists():
         return check_creatable(folder)
     if not overwrite:
         raise ValueError(f"{folder} exists: choose another destination, or replace it with --overwrite")
     ours = folder.is_dir() and (folder / "config.json").is_file() and not (folder / RECORD).exists()
     if not ours and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} is no Hugging Face folder, so --overwrite does not replace it")
+        raise ValueError(f"{folder} is not a Hugging Face folder, so --overwrite does not replace it")
 
 
 def write_settings(tokenizer: Path, target: Path, record: Record) -> None:
@@ -73,7 +73,7 @@ def write_settings(tokenizer: Path, target: Path, record: Record) -> None:
     `tokenizer` is the checkpoint's folder of them, which may be missing.
     """
     if tokenizer.is_dir():
-        shutil.copytree(tokenizer, target, dirs_exist_ok=True)
+        copy_folder(tokenizer, target)
     carried = _carried(target)
     config = hf_config(record.config, record.dtype) | carried
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -116,7 +116,7 @@ def _write_weights(checkpoint: Path, target: Path, record: Record, shard_bytes: 
             read = partial(read_array, checkpoint / WEIGHTS, name, dtypes[name])
             hashes[name] = _write_tensors(stack, read, writer, lambda count: progress.advance(task, count))
     if fingerprint(hashes.items()) != record.fingerprint:
-        raise ValueError(f"{checkpoint} is damaged: its weights are not those whose fingerprint stands in {RECORD}")
+        raise ValueError(f"{checkpoint} is damaged: its weights are not those whose fingerprint is in {RECORD}")
 
 
 def _write_tensors(

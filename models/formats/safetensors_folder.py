@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from treering.models.families.fields import Fields
-from treering.models.files import check_file, check_no_pointer, listing, read_json
+from treering.models.files import check_file, check_no_pointer, copy_folder, listing, read_json
 from treering.models.formats.source import Source, StoredTensor, identity_of, read_bytes
 from treering.models.tokenizer import TOKENIZER_FILES
 
@@ -131,5 +131,5 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
             check_no_pointer(folder / name)
             shutil.copyfile(folder / name, target / name)
     if (folder / "additional_chat_templates").is_dir():
-        shutil.copytree(folder / "additional_chat_templates", target / "additional_chat_templates")
+        copy_folder(folder / "additional_chat_templates", target / "additional_chat_templates")
     return any((target / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
