@@ -504,7 +504,7 @@ def test_every_choice_fits(p, batch, seq, heads, head_sharded, inner_place):
     [
         (dict(heads=(8, 3)), r"kv_heads 3 does not divide heads 8.*kv_heads that work: 1, 2, 4, 8"),
         (dict(heads=(6, 2), scheme="all_to_all"), r"size 4 does not divide the 6 heads.*sizes that work: 1, 2, 3, 6;"),
-        (dict(heads=(6, 2), scheme="two_level", inner=2), r"'two_level' deals heads.*1, 2, 3, 6"),
+        (dict(heads=(6, 2), scheme="two_level", inner=2), r"'two_level' splits heads.*1, 2, 3, 6"),
         (dict(scheme="two_level"), r"inner 4: .*sizes that work: 2"),
         (dict(scheme="two_level", inner=3), r"inner 3: .*sizes that work: 2"),
         (dict(scheme="two_level_gather", inner=3), r"inner 3: .*sizes that work: 1, 2, 4"),

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from treering.layers.attention.checks import check_shapes, check_token_data
+from treering.layers.attention.checks import check_mask, check_shapes, check_token_data
 from treering.layers.attention.kernels import BlockMask, kernel_for
 from treering.layers.attention.kernels.tiles import Q_TILE
 from treering.layers.attention.mask import BlockClass, Mask, static_class
@@ -41,6 +41,7 @@ def local_attention(
     Raises ValueError, naming dims and sizes, where shapes do not fit each other.
     """
     check_shapes(q, k, v)
+    check_mask(mask)
     batch, seq, kv_seq = q.shape[0], q.shape[1], k.shape[1]
     for name, x, length in (
         ("q_positions", q_positions, seq),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from treering.layers.attention.checks import check_shapes
+from treering.layers.attention.checks import check_mask, check_shapes
 from treering.layers.attention.distributed.global_arrays import shard_map_attention
 from treering.layers.attention.distributed.token_layout import Tokens
 from treering.layers.attention.kernels import kernel_for
@@ -89,6 +89,7 @@ def gather_local(
 ) -> Partial:
     """Gather attention on a device's own arrays, inside `shard_map`; arguments as `ring_local`."""
     check_shapes(q, k, v)
+    check_mask(mask)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"seq {q.shape[1]} of q and {k.shape[1]} of k: queries and keys are the same tokens here")
     tokens = Tokens.of_device(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from treering.layers.attention.checks import check_shapes
+from treering.layers.attention.checks import check_mask, check_shapes
 from treering.layers.attention.distributed.global_arrays import shard_map_attention
 from treering.layers.attention.distributed.ring_schedule import RingSchedule
 from treering.layers.attention.distributed.token_layout import Tokens
@@ -103,6 +103,7 @@ def ring_local(
     `length` says how many tokens of a contiguous sequence come before its padding.
     """
     check_shapes(q, k, v)
+    check_mask(mask)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"seq {q.shape[1]} of q and {k.shape[1]} of k: a ring's queries and keys are the same tokens")
     tokens = Tokens.of_device(

@@ -21,9 +21,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from treering.layers.attention.checks import check_shapes, check_token_data
+from treering.layers.attention.checks import check_mask, check_shapes, check_token_data
 from treering.layers.attention.distributed.exchange import Route, exchange
-from treering.layers.attention.distributed.global_arrays import check_divides, mesh_axes, reshard_explicit
+from treering.layers.attention.distributed.global_arrays import (
+    ShardMapCall,
+    check_divides,
+    mesh_axes,
+    with_auto_axes_if_eager,
+)
 from treering.layers.attention.distributed.tree_schemes import (
     HEAD_SHARDED,
     Scheme,
@@ -131,10 +136,12 @@ def tree_partial(
 ) -> Partial:
     """`tree_attention` before its output is rounded: out in the statistics' dtype, and lse."""
     check_shapes(q, k, v)
+    check_mask(mask)
     batch, seq, heads, head_dim = q.shape
     kv_seq, kv_heads = k.shape[1:3]
     if axis not in mesh.shape:
         raise ValueError(f"axis {axis!r}: the mesh has {', '.join(mesh.shape)}")
+    mesh = with_auto_axes_if_eager(mesh, q, k, v)
     batch_axes = mesh_axes(mesh, "batch_axes", batch_axes, ("data", "fsdp"), taken=(axis,))
     head_axes = mesh_axes(mesh, "head_axes", head_axes, ("tensor",), taken=(axis, *batch_axes))
     check_divides(mesh, batch_axes, batch=batch)
@@ -177,7 +184,7 @@ def tree_partial(
     newest_sees_all = mask.window is None and q_positions is None and (seq == 1 or not mask.causal)
     if newest_sees_all and positions is None and segments is None and not padding:
         mask = dataclasses.replace(mask, causal=False)
-        data = None
+        data = (None,) * 4
     else:
         if q_positions is None:
             q_positions = jnp.broadcast_to(jnp.arange(kv_seq - seq, kv_seq, dtype=jnp.int32), (batch, seq))
@@ -189,34 +196,42 @@ def tree_partial(
         k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (k, v))
         data = (q_positions, positions, q_segments, segments)
 
-    def per_device(q, k, v, data):
-        q_positions, kv_positions, q_segments, kv_segments = (None,) * 4 if data is None else data
-        partial = local_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            q_positions=q_positions,
-            kv_positions=kv_positions,
-            q_segments=q_segments,
-            kv_segments=kv_segments,
-            out_dtype=wide,
-        )
-        return tree_combine(partial, axis, scheme=scheme, inner=inner, wire_dtype=wire)
-
     out_heads = (*head_axes, axis) if scheme in HEAD_SHARDED else head_axes
     tokens, kv_tokens = PartitionSpec(batch_axes), PartitionSpec(batch_axes, axis)
     kv_spec = PartitionSpec(batch_axes, axis, head_axes)
-    q_spec = PartitionSpec(batch_axes, None, head_axes)
-    specs = None if data is None else (tokens, kv_tokens, *((None, None) if segments is None else (tokens, kv_tokens)))
-    if data is not None:
-        data = tuple(reshard_explicit(x, mesh, spec) for x, spec in zip(data, (tokens, kv_tokens) * 2, strict=True))
-    return jax.shard_map(
-        per_device,
-        mesh=mesh,
-        in_specs=(q_spec, kv_spec, kv_spec, specs),
+    call = ShardMapCall(
+        _tree_on_device,
+        (axis, mask, scheme, inner, wide, wire),
+        mesh,
+        in_specs=(PartitionSpec(batch_axes, None, head_axes), kv_spec, kv_spec, *(tokens, kv_tokens) * 2),
         out_specs=PartitionSpec(batch_axes, None, out_heads),
-    )(reshard_explicit(q, mesh, q_spec), *reshard_explicit((k, v), mesh, kv_spec), data)
+    )
+    return call(q, k, v, *data)
+
+
+def _tree_on_device(
+    settings: tuple,
+    q: Array,
+    k: Array,
+    v: Array,
+    q_positions: Array | None,
+    kv_positions: Array | None,
+    q_segments: Array | None,
+    kv_segments: Array | None,
+) -> Partial:
+    axis, mask, scheme, inner, wide, wire = settings
+    partial = local_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        q_segments=q_segments,
+        kv_segments=kv_segments,
+        out_dtype=wide,
+    )
+    return tree_combine(partial, axis, scheme=scheme, inner=inner, wire_dtype=wire)
 
 
 def tree_attention(

@@ -5,6 +5,8 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from treering.layers.attention.checks import divisors
+
 Scheme = Literal["all_to_all", "all_gather", "two_level", "two_level_gather"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 HEAD_SHARDED: frozenset[Scheme] = frozenset({"all_to_all", "two_level"})
@@ -55,10 +57,9 @@ def check_scheme(scheme: str, *, p: int, heads: int, inner: int | None = None) -
     if scheme not in SCHEMES:
         raise ValueError(f"scheme {scheme!r}: the schemes are {', '.join(SCHEMES)}")
     if scheme in HEAD_SHARDED and heads % p:
-        works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
-            f"scheme {scheme!r} deals heads over the context axis, and its size {p} does not divide the {heads} heads "
-            f"of a tensor shard (sizes that work: {works}; scheme 'all_gather' takes any)"
+            f"scheme {scheme!r} splits heads over the context axis, and its size {p} does not divide the {heads} heads "
+            f"of a tensor shard (sizes that work: {divisors(heads)}; scheme 'all_gather' takes any)"
         )
     if scheme == "two_level":
         _check_inner(p, p if inner is None else inner, 2, below=True)
