@@ -1,4 +1,4 @@
-"""Norm, rotary positions, linear maps and embedding, each beside transformers' or a formula written out."""
+"""Norm, rotary positions, linear maps and embedding, each against transformers' or a formula written out."""
 
 import equinox as eqx
 import jax

@@ -261,7 +261,7 @@ def test_gather_launches(mesh):
 
 @pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.long)], ids=["zigzag", "documents"])
 def test_temporary_memory_is_flat_in_the_axis(documents, mesh):
-    """At a fixed number of tokens a device, forward and backward."""
+    """At a fixed number of tokens per device, forward and backward."""
     sizes = []
     for p in (3, 8):
         here = mesh(context=p)
@@ -376,7 +376,7 @@ def test_a_mask_that_is_not_one_names_what_to_pass(unchecked):
 
 
 def test_inside_a_shard_map_of_the_callers(mesh, x64):
-    """`ring_local` with a parameter shared by all devices: its gradient is the whole one."""
+    """`ring_local` with a parameter shared by all devices: its gradient is the sum over them."""
     q, k, v, _ = arrays(heads=2)
     here = mesh(context=4)
     spec = PartitionSpec(None, "context")
@@ -402,7 +402,7 @@ def test_inside_a_shard_map_of_the_callers(mesh, x64):
 
 @pytest.mark.parametrize("seq", [64, 61])
 def test_explicit_axes(seq):
-    """A mesh as `jax.make_mesh` makes it by default, and arrays that lie elsewhere."""
+    """A mesh as `jax.make_mesh` makes it by default, and arrays that are elsewhere."""
     here = jax.make_mesh((2, 4), ("data", "context"))
     assert AxisType.Explicit in here.axis_types
     q, k, v, _ = arrays(batch=2, seq=seq, dtype="float32")

@@ -31,9 +31,9 @@ def local_attention(
     kv_segments: Int[Array, "..."] | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Partial:
-    """Attention of queries over the keys at hand: out in `out_dtype` (None for q's), lse in the statistics' dtype.
+    """Attention of queries over the keys given: out in `out_dtype` (None for q's), lse in the statistics' dtype.
 
-    A part that will be merged with others wants the statistics' dtype: rounded parts add up their errors.
+    Take the statistics' dtype for a part that will be merged with others: rounded parts add up their errors.
     Each key head serves heads / kv_heads query heads, in order. Positions and segments are `[batch seq]` and
     `[batch kv_seq]`; positions default to 0, 1, 2, ..., segments to one document. Works outside `shard_map` and inside
     (on a device's own arrays, without communication), under jit, grad and vmap; both outputs have gradients.

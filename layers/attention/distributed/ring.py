@@ -3,7 +3,7 @@
 Blockwise attention over devices (arXiv 2310.01889), as a fold of `merge` around the axis. Keys and values travel packed
 in one message, sent before the block they were needed for is computed, so that links and arithmetic work at the same
 time: p - 1 messages forward; backward the same again, and p of the gradients of keys and values, which follow one step
-behind their keys and end at home. 3 p - 2 in all, and never more than a fixed number of buffers.
+behind their keys and end on the device of their tokens. 3 p - 2 in all, and never more than a fixed number of buffers.
 """
 
 import functools
@@ -69,13 +69,15 @@ def ring_partial(
     batch_axes: tuple[str, ...] | None = None,
     head_axes: tuple[str, ...] | None = None,
 ) -> Partial:
-    """Ring attention with its log-sum-exp; both outputs have gradients. For global arrays, under jit.
+    """Ring attention with its log-sum-exp; both outputs have gradients. For global arrays.
 
     The arrays are in `order` already (`to_order`); "zigzag" balances causal attention. Without `positions` the order
     gives them; with `segments` `[batch seq]` a token sees its own document only, and segment 0 is padding.
     Where causality follows the order of tokens, leave positions out: plain causal zigzag then runs without a mask.
     `batch_axes` and `head_axes` shard batch and heads; None takes ("data", "fsdp") and ("tensor",) as far as the mesh
-    has them. In contiguous order a length that the axis does not divide is padded inside.
+    has them. In contiguous order a length that the axis does not divide is padded inside. Arrays `[batch heads seq
+    head_dim]` must be transposed first: where seq and heads are equal nothing shows the mistake. Outside of jit, arrays
+    are put on the mesh first.
 
     Raises ValueError, naming dims and sizes that would work, where shapes, axes or order do not fit.
     """
@@ -99,7 +101,7 @@ def ring_local(
     """Ring attention on a device's own arrays, inside `shard_map` over `axis` (with `check_vma=True`).
 
     `positions` and `segments` are `[batch local_seq]`, this device's; `kv_positions` and `kv_segments` `[batch seq]`,
-    all ranks' in turn: a model gathers them once a step, outside its layers. Those missing are gathered here.
+    all ranks' in turn: a model gathers them once per step, outside its layers. Those missing are gathered here.
     `length` says how many tokens of a contiguous sequence come before its padding.
     """
     check_shapes(q, k, v)

@@ -1,4 +1,4 @@
-"""Where the tokens of a sequence over a mesh axis stand, and how their ranks' pairs class."""
+"""Positions and segments of a sequence sharded over a mesh axis, and the `BlockMask` of a rank's queries and keys."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ class Tokens(eqx.Module):
         """
         p = lax.axis_size(axis)
         if order_divisor(order, p) > p and local_seq % 2:
-            raise ValueError(f"seq {local_seq} a device in {order} order: it must be even, two chunks of the sequence")
+            raise ValueError(f"seq {local_seq} per device in {order} order: it must be even (two chunks)")
         all_ranks = local_seq * p
 
         def completed(name, mine, everyone):
@@ -67,7 +67,7 @@ class Tokens(eqx.Module):
         )
 
     def fixed(self) -> bool:
-        """Whether the order alone says where all tokens stand: no documents, no padding, no positions of their own."""
+        """Whether the order alone gives all positions: no documents, no padding, no positions of their own."""
         return self.length is None and self.positions is None and self.segments is None
 
     def pairs(self, mask: Mask, axis: str, local_seq: int, source: Int[Array, ""] | None) -> BlockMask:

@@ -3,8 +3,8 @@
 The paper reduces maxima, numerators and denominators in three all-reduces. Here each device sends its output and log of
 the sum packed into one message, and the merge of `layers.attention.partial` runs where the parts arrive:
 
-- `all_to_all`: each device receives its share of the heads, the layout that an output projection sharded over
-  (tensor, context) takes in (arXiv 2507.07120);
+- `all_to_all`: each device receives its part of the heads, the input layout of an output projection sharded over
+  (tensor, context) (arXiv 2507.07120);
 - `all_gather`: every device receives everything and joins it in rank order: replicated, equal to the last bit;
 - `two_level`, `two_level_gather`: first within groups of `inner` neighbours (a node), then across groups, so that slow
   links carry parts already joined. The first ends like `all_to_all`, the second like `all_gather`.
@@ -53,7 +53,7 @@ def tree_combine(
     """Joins the partial results of the devices along mesh axis `axis`. For use inside `shard_map`.
 
     `partial.out` is `[batch seq heads head_dim]`, `partial.lse` `[batch seq heads]`, heads those of the tensor shard.
-    The schemes of `HEAD_SHARDED` return heads / p of them, shares in rank order, so that `out_heads` is sharded as
+    The schemes of `HEAD_SHARDED` return heads / p of them, in rank order, so that `out_heads` is sharded as
     `PartitionSpec(("tensor", "context"))`; the others return all heads, replicated over the axis for `check_vma`.
     out travels as `wire_dtype` (None: as it is) and comes back, merged, in the statistics' dtype; lse always travels
     in full. A row that no device has a key for stays (0, -inf). One device with a scheme of `HEAD_SHARDED` sends
@@ -75,7 +75,7 @@ def tree_combine(
         outer = p // inner
         near = tuple(tuple(range(first, first + inner)) for first in range(0, p, inner))
         if scheme == "two_level":
-            # A device keeps the share of its rank, group * inner + place in the group: heads go out sorted by place.
+            # A device keeps the heads of its rank, group * inner + place in the group: heads go out sorted by place.
             part = jax.tree.map(lambda x: _swap_head_groups(x, outer, inner), part)
             part = _joined(exchange(part, Route(axis, gather=False, groups=near)), wire)
             far = tuple(tuple(range(first, p, inner)) for first in range(inner))
@@ -110,7 +110,7 @@ def _pad_heads(part: Partial, count: int) -> Partial:
 
 
 def _heads_together(x: Shaped[Array, "inner batch seq shared *d"]) -> Shaped[Array, "batch seq heads *d"]:
-    """Shares of the heads along the first dim, in rank order, side by side."""
+    """Parts of the heads along the first dim, in rank order, side by side."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
@@ -157,10 +157,10 @@ def tree_partial(
     if (segments is None) != (q_segments is None):
         raise ValueError("segments and q_segments: give both or neither (all 1 where one side is one document)")
     if positions is not None and q_positions is None and mask.causal:
-        raise ValueError("positions of keys without q_positions: a causal mask needs where each query stands")
+        raise ValueError("positions of keys without q_positions: a causal mask needs the position of each query")
     if q_positions is None and mask.causal and seq > kv_seq:
         raise ValueError(
-            f"seq {seq} queries stand at the end of kv_seq {kv_seq} keys: there are more; give q_positions"
+            f"seq {seq} queries are the last of kv_seq {kv_seq} keys by default, and there are more: give q_positions"
         )
     wide = statistics_dtype(q.dtype)
     wire = wire_dtype_or(wide, wire_dtype)
@@ -253,20 +253,22 @@ def tree_attention(
     batch_axes: tuple[str, ...] | None = None,
     head_axes: tuple[str, ...] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Attention of queries that every device of `axis` holds over keys and values that lie spread along it.
+    """Attention of queries that every device of `axis` holds over keys and values that are sharded along it.
 
     Arrays are global: k and v sharded over `axis` by tokens, q replicated over it, rows of the batch over `batch_axes`,
     heads over `head_axes`; None takes ("data", "fsdp") and ("tensor",) as far as the mesh has them. A kv_seq that the
     axis does not divide is padded here. `positions` and `segments` `[batch kv_seq]` are those of the keys, in any order
     (-1 an empty slot, segment 0 padding), `q_positions` and `q_segments` `[batch seq]` those of the queries; without
-    any, keys stand in order and the queries are the last of them.
+    any, keys are in token order and the queries are the last of them. Arrays `[batch heads seq head_dim]` must be
+    transposed first: where seq and heads are equal nothing shows the mistake. Outside of jit, arrays are put on the
+    mesh first.
 
-    Each device attends over its own keys, and one message joins the results (arXiv 2408.04093, algorithm 3, in one
-    collective for three). `scheme` "auto" chooses by `choose_scheme`; `inner` says how many neighbours on the axis
-    share fast links. The result's heads are sharded over (head_axes, axis) with the schemes of `HEAD_SHARDED`, which
-    "auto" takes only if `head_sharded`; else it is replicated over `axis`. Outputs travel as `wire_dtype`: None for the
-    statistics' dtype, with which an error in bfloat16 does not grow with devices; bfloat16 halves the bytes, for an
-    error up to a half larger.
+    Each device attends over its own keys, and one message joins the results (arXiv 2408.04093, algorithm 3, one
+    collective instead of three). `scheme` "auto" chooses by `choose_scheme`; `inner` says how many neighbours on
+    the axis share fast links. The result's heads are sharded over (head_axes, axis) with the schemes of
+    `HEAD_SHARDED`, which "auto" takes only if `head_sharded`; else it is replicated over `axis`. Outputs travel as
+    `wire_dtype`: None for the statistics' dtype, with which an error in bfloat16 does not grow with devices;
+    bfloat16 halves the bytes, for an error up to a half larger.
 
     Raises ValueError where shapes, axes, sizes or the scheme do not fit, naming what would.
     """

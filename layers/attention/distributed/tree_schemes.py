@@ -10,7 +10,7 @@ from treering.layers.attention.checks import divisors
 Scheme = Literal["all_to_all", "all_gather", "two_level", "two_level_gather"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 HEAD_SHARDED: frozenset[Scheme] = frozenset({"all_to_all", "two_level"})
-"""Schemes whose result is each device's share of the heads; the others replicate it over the axis."""
+"""Schemes whose result is each device's part of the heads; the others replicate it over the axis."""
 LAUNCH_BYTES_NEAR = 9_000_000
 LAUNCH_BYTES_FAR = 1_000_000
 """Bytes that a link moves in the time one more collective takes to start: 20 us at 450 GB/s, and at 50 GB/s."""
@@ -31,7 +31,7 @@ def choose_scheme(
     """The scheme for `p` devices: one message, unless a second saves more time on links than it takes to start.
 
     `heads` are those of one tensor shard, `itemsize` the bytes of an output number on the wire, `inner` how many
-    neighbours on the axis share fast links (None for all), `head_sharded` whether the caller takes each device's share
+    neighbours on the axis share fast links (None for all), `head_sharded` whether the caller takes each device's part
     of the heads. `launch_bytes` is what the slowest link moves while a collective starts.
     """
     inner = p if inner is None else inner

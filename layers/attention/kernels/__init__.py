@@ -8,8 +8,8 @@ head that serves them), k, v `[batch kv_heads kv_seq head_dim]`:
 - `backward(q, k, v, pairs, mask, lse, delta, d_out) -> (dq, dk, dv)` in the statistics' dtype, where lse is of all the
   keys a query has, here or elsewhere, and delta is rowsum(d_out * out) - d_lse, also over all.
 
-A device kernel needs to know FULL and DIAGONAL pairs only: zigzag's branch-free ring asks for no others. XLA's does
-MIXED ones too.
+A new kernel is a module here with these two functions, chosen in `kernel_for`. It may compute FULL and DIAGONAL pairs
+only: zigzag's branch-free ring needs no others. XLA's computes MIXED ones too.
 """
 
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""What a kernel is told about the pairs of queries and keys it computes."""
+"""What a kernel knows of the pairs of queries and keys that it computes."""
 
 import equinox as eqx
 from jaxtyping import Array, Int
