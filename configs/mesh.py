@@ -49,7 +49,7 @@ class MeshConfig:
         is_fill_free = given[fill] is None
         rule = f"{'divide' if is_fill_free else 'be'} the number of devices, {device_count}"
         simulate = f"--cpu-devices {taken} simulates {taken} on a CPU"
-        named = [axis for axis in AXES if given[axis] is not None]
+        named: list[Axis] = [axis for axis in AXES if given[axis] is not None]
         if len(named) == 1:
             works = divisors(device_count) if is_fill_free else [device_count]
             raise UserError(f"it must {rule}; {simulate}", field=f"mesh.{named[0]}", value=taken, works=works)

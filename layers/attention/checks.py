@@ -1,12 +1,14 @@
 """What every attention function requires of its arguments."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from treering.layers.attention.mask import Mask
 
 
-def check_mask(mask: object) -> None:
+def check_mask(mask: Any) -> None:
     """Raises ValueError, naming what to pass instead, where `mask` is not a `Mask`."""
     if isinstance(mask, Mask):
         return
