@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_file(path: Path) -> None:
-    """Raises for a file that is not there, is empty, or is a Git LFS pointer in its place."""
+    """Raises for a file that does not exist, is empty, or is a Git LFS pointer."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     if not path.stat().st_size:

@@ -154,7 +154,7 @@ def test_dtype_casts(tmp_path: Path, plan: Plan) -> None:
     convert(tiny.write_folder(tmp_path / "source", weights=weights), tmp_path / "checkpoint", dtype="bfloat16")
     cast = {name: array.astype(DTYPES["bfloat16"]) for name, array in weights.items()}
     assert_holds(tmp_path / "checkpoint", cast, plan)
-    with pytest.raises(ValueError, match="dtype 'int8'.*float32"):
+    with pytest.raises(ValueError, match="dtype int8: it is not known .works: .*float32"):
         convert(tmp_path / "source", tmp_path / "other", dtype="int8")
 
 
@@ -403,10 +403,10 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
         "dtypes .*float16.*--dtype",
     ),
     ("truncated", lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:-10]), "is truncated"),
-    ("only a header", lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:100]), "truncated or no safetensors"),
-    ("four bytes", lambda f: (f / FILE).write_bytes(b"abcd"), "truncated or no safetensors"),
+    ("only a header", lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:100]), "truncated, or not safetensors"),
+    ("four bytes", lambda f: (f / FILE).write_bytes(b"abcd"), "truncated, or not safetensors"),
     ("empty file", lambda f: (f / FILE).write_bytes(b""), "empty file"),
-    ("huge header", lambda f: (f / FILE).write_bytes(b"\xff" * 64), "truncated or no safetensors"),
+    ("huge header", lambda f: (f / FILE).write_bytes(b"\xff" * 64), "truncated, or not safetensors"),
     ("no JSON", lambda f: (f / FILE).write_bytes(struct.pack("<Q", 4) + b"nope"), "damaged header"),
     ("pointer", lambda f: (f / FILE).write_bytes(POINTER), "Git LFS pointer"),
     ("offsets", lambda f: header(f / FILE, lambda h: h[K].update(data_offsets=[0, 4])), "do not agree"),
@@ -422,13 +422,13 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "index leaves",
         lambda f: index(f, lambda i: i["weight_map"].update({K: "../model.safetensors"})),
-        "files beside it",
+        "files next to it",
     ),
-    ("index is absolute", lambda f: index(f, lambda i: i["weight_map"].update({K: "/etc/passwd"})), "files beside it"),
+    ("index is absolute", lambda f: index(f, lambda i: i["weight_map"].update({K: "/etc/passwd"})), "files next to it"),
     ("index without map", lambda f: index(f, lambda i: i.pop("weight_map")), "no weight_map"),
     ("index lies", lambda f: index(f, lambda i: i["weight_map"].update(more="model-1.safetensors")), "more is not in"),
     ("no config", lambda f: (f / "config.json").unlink(), "config.json does not exist"),
-    ("config is no JSON", lambda f: (f / "config.json").write_text("{"), "is no JSON"),
+    ("config is no JSON", lambda f: (f / "config.json").write_text("{"), "is not JSON"),
     ("config is a list", lambda f: (f / "config.json").write_text("[]"), "holds a JSON list"),
     *(
         (
@@ -455,7 +455,7 @@ def test_a_broken_folder_is_refused_in_one_line(tmp_path: Path, break_it: Callab
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     names = sorted(tiny.tensors())
     source = tiny.write_folder(tmp_path / "source", shards=[names, names[-1:]])
-    refused(source, tmp_path / "checkpoint", f"{names[-1]} stands in model-00001.* and in model-00002")
+    refused(source, tmp_path / "checkpoint", f"{names[-1]} is in model-00001.* and in model-00002")
 
 
 def test_a_tensor_twice_in_a_header_is_refused(tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_a_tensor_twice_in_a_header_is_refused(tmp_path: Path) -> None:
     text = data[8 : 8 + struct.unpack("<Q", data[:8])[0]].strip()
     entry = b',"lm_head.weight":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
     (source / FILE).write_bytes(struct.pack("<Q", len(text) - 1 + len(entry)) + text[:-1] + entry + data)
-    refused(source, tmp_path / "checkpoint", "lm_head.weight stands in it twice")
+    refused(source, tmp_path / "checkpoint", "lm_head.weight is in it twice")
 
 
 def test_a_checkpoint_needs_no_conversion(tmp_path: Path) -> None:
@@ -477,9 +477,13 @@ def test_a_checkpoint_needs_no_conversion(tmp_path: Path) -> None:
     [
         ({"llama.logit_scale": 2.0}, "not known here.*llama.logit_scale.*--ignore-fields"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
-        ({"llama.attention.value_length": 32}, "value_length 32"),
-        ({"llama.rope.dimension_count": 4}, "dimension_count 4"),
+        ({"llama.attention.value_length": 32}, 'value_length" 32: it must be the size of a head .works: 8'),
+        ({"llama.rope.dimension_count": 4}, 'dimension_count" 4'),
         ({"split.count": 2}, "one of 2 parts"),
+        (
+            tiny.gguf_tokenizer_metadata("gpt2") | {"tokenizer.ggml.pre": "x"},
+            'model.gguf: "tokenizer.ggml.pre" x: it is',
+        ),
         (
             {"llama.attention.head_count_kv": 3},
             'model.gguf: "llama.attention.head_count_kv" 3: it must divide the 8 query',
@@ -507,7 +511,7 @@ def test_a_truncated_gguf_is_refused(tmp_path: Path, keep: float) -> None:
 @pytest.mark.parametrize("name", ["model.gguf", "thing.txt", "model.safetensors"])
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"version https://git-lfs" if name == "model.gguf" else b"hello there" * 50)
-    message = {"model.gguf": "LFS pointer", "thing.txt": "no GGUF", "model.safetensors": "give the folder"}[name]
+    message = {"model.gguf": "LFS pointer", "thing.txt": "is not a GGUF", "model.safetensors": "give the folder"}[name]
     refused(tmp_path / name, tmp_path / "checkpoint", message)
 
 

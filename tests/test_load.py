@@ -148,5 +148,5 @@ def test_a_run_is_not_a_model_but_has_some(folder: Path, capsys: pytest.CaptureF
 def test_text_that_is_no_unicode_is_refused(folder: Path) -> None:
     tokenizer = open_model(folder / "checkpoint").tokenizer()
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])):
-        with pytest.raises(ValueError, match=r"the text holds '\\udcff' at character 1, which is no character"):
+        with pytest.raises(ValueError, match=r"the text holds '\\udcff' at character 1, which is not a character"):
             encode("a\udcff")

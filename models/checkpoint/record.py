@@ -26,13 +26,13 @@ class Record:
 
     config: ModelConfig
     dtype: str
-    """Of the weights, or of most of their bytes where they differ."""
+    """Of the weights, or of most of them where they differ."""
     fingerprint: str
     """Of names, shapes, dtypes and values of all weights."""
     source: Mapping[str, Any]
     """Where the weights came from."""
     transforms: tuple[str, ...] = field(default=())
-    """Changes to the plain layout (quantised, say) that a reader must know; this version knows none."""
+    """Changes to the plain layout (such as quantisation) that a reader must know; this version knows none."""
 
     def to_json(self) -> str:
         """The text of model.json."""

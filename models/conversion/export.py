@@ -27,7 +27,7 @@ from treering.models.tokenizer import TOKENIZER, Tokenizer
 
 SHARD_BYTES = 5 * 10**9
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout")
-"""Fields of the source's config.json that say nothing of the arithmetic, but that other tools read."""
+"""Fields of the source's config.json that do not change the arithmetic, but that other tools read."""
 
 
 def export(
@@ -35,8 +35,9 @@ def export(
 ) -> None:
     """Writes the checkpoint as a Hugging Face `folder`, in the dtype that it is stored in.
 
-    Weights are one file, or several of up to `shard_bytes` with an index. The folder gets its name when it is complete. Raises what `read_record` does, and ValueError where the folder exists and `overwrite` is False, where it may
-    not be replaced, and where the weights are not those that model.json describes.
+    Weights are one file, or several of up to `shard_bytes` with an index. The folder gets its name when it is complete.
+    Raises what `read_record` does, and ValueError where the folder exists and `overwrite` is False, where it may not be
+    replaced, and where the weights are not those that model.json describes.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
     if shard_bytes < 1:
@@ -68,7 +69,7 @@ def _check_destination(checkpoint: Path, folder: Path, *, overwrite: bool) -> No
 
 
 def write_settings(tokenizer: Path, target: Path, record: Record) -> None:
-    """All that is not weights: config.json, generation_config.json, tokenizer files and chat templates.
+    """Writes all that is not weights: config.json, generation_config.json, tokenizer files and chat templates.
 
     `tokenizer` is the checkpoint's folder of them, which may be missing.
     """

@@ -73,15 +73,15 @@ def _joined(shape: tuple[int, ...]) -> str:
 
 
 def _regroups(ours: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
-    """Whether `theirs` is `ours` with neighbouring dims multiplied together."""
+    """Whether `theirs` is `ours` with neighbouring dims joined."""
     bounds = {math.prod(ours[:i]) for i in range(len(ours) + 1)}
     return math.prod(ours) == math.prod(theirs) and all(math.prod(theirs[:i]) in bounds for i in range(len(theirs)))
 
 
 def _needless(name: str, source: Source, config: ModelConfig) -> bool:
-    """Whether a tensor says nothing new: rotary frequencies, or a copy of the tied embedding table.
+    """Whether a tensor is redundant: rotary frequencies, or a copy of the tied embedding table.
 
-    Raises ValueError for an output projection that differs from the table it is said to be tied to.
+    Raises ValueError for an output projection that differs from the table that config.json ties it to.
     """
     if name.endswith("rotary_emb.inv_freq"):
         return True
@@ -117,7 +117,7 @@ def _read(name: str, tensor: StoredTensor, target: np.ndarray) -> None:
         count = values.size - np.count_nonzero(np.isfinite(values))
         raise ValueError(
             f"{name} holds {count:,} numbers that are NaN or infinite, of {values.size:,}: its files are damaged, or "
-            "its training went wrong"
+            "its training diverged"
         )
     if same:
         return
