@@ -14,8 +14,8 @@ _PREFIX = "_file_of_the_user_"
 def import_file(path: str | Path) -> tuple[ModuleType, bool]:
     """The module at `path`, and whether it was imported now: a file that does not change is imported once.
 
-    Files beside it can be imported by it, after everything that is installed; and files that come later can import it
-    by its name. Raises ValueError for what is not a Python file, or cannot be imported.
+    It can import files next to it, after everything that is installed; and later files can import it by its name.
+    Raises ValueError for what is not a Python file, or cannot be imported.
     """
     path = Path(path)
     if not path.is_file():

@@ -252,7 +252,7 @@ def test_fields_that_only_one_family_has() -> None:
         read("qwen3", attention_bias=True)
     with pytest.raises(ValueError, match='"use_mrope" True'):
         read("qwen2", use_mrope=True)
-    with pytest.raises(ValueError, match='^window 0: it must be at least 1: a query sees itself'):
+    with pytest.raises(ValueError, match="^window 0: it must be at least 1: a query sees itself"):
         read("mistral", sliding_window=0)
 
 
