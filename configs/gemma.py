@@ -1,8 +1,9 @@
-"""Gemma 3's text models: one constant a published size, and the text parts of those that also see."""
+"""Gemma 3's text models: one constant per published size, and the text parts of the multimodal ones."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from treering.configs.errors import UserError
 from treering.configs.model import ModelConfig
 from treering.configs.rope import DefaultRope, LinearRope
 
@@ -19,7 +20,7 @@ class Gemma3Config(ModelConfig):
     window: int
     """How many positions a query sees in a layer with a window, its own included."""
     period: int
-    """Each so-manyth layer sees all positions; those between have the window."""
+    """One layer in this many, the last, sees all positions; the others have the window."""
     local_theta: float
     """The base of the rotary angles in layers with a window; they are not scaled."""
     query_scalar: int
@@ -29,7 +30,7 @@ class Gemma3Config(ModelConfig):
         super().__post_init__()
         for name in ("window", "period", "query_scalar"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+                raise UserError("it must be at least 1", field=name, value=getattr(self, name))
 
 
 GEMMA_3_270M = Gemma3Config(

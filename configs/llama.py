@@ -1,4 +1,4 @@
-"""Llama: one constant a published size, and two small ones for tests."""
+"""Llama: one constant per published size, and two small ones for tests."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar

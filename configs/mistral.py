@@ -1,8 +1,9 @@
-"""Mistral: one constant a published size."""
+"""Mistral: one constant per published size."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from treering.configs.errors import UserError
 from treering.configs.model import ModelConfig
 from treering.configs.rope import DefaultRope
 
@@ -19,7 +20,7 @@ class MistralConfig(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window {self.window}: a window holds at least the query's own position")
+            raise UserError("it must be at least 1: a query sees itself", field="window", value=self.window)
 
 
 MISTRAL_7B_V0_1 = MistralConfig(

@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+from treering.configs.errors import UserError
 from treering.configs.rope import RopeConfig
 
 
@@ -26,7 +27,7 @@ class ModelConfig:
     head_dim: int
     mlp: int
     context_length: int
-    """Tokens a sequence may hold: the positions that the weights were trained for."""
+    """Tokens that a sequence may hold: the positions that the weights were trained for."""
     norm_eps: float
     tie_embeddings: bool
     """Whether the output projection is the embedding table."""
@@ -36,18 +37,21 @@ class ModelConfig:
         sizes = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "context_length")
         for name in sizes:
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+                raise UserError("it must be at least 1", field=name, value=getattr(self, name))
         if self.heads % self.kv_heads:
-            works = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
-            raise ValueError(
-                f"kv_heads {self.kv_heads} does not divide heads {self.heads}: each key head serves an equal group "
-                f"of query heads (kv_heads that work: {works})"
+            raise UserError(
+                f"it must divide the {self.heads} query heads, of which each key head serves an equal group",
+                field="kv_heads",
+                value=self.kv_heads,
+                works=[n for n in range(1, min(self.heads, 1024) + 1) if self.heads % n == 0],
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs of dimensions")
+            raise UserError(
+                "it must be even: rotary embeddings turn pairs of dimensions", field="head_dim", value=self.head_dim
+            )
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values that one token leaves in the cache, all layers, at `itemsize` bytes a number."""
+        """Bytes of keys and values that one token leaves in the cache, all layers, at `itemsize` bytes per number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def fingerprint(self) -> str:

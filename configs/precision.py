@@ -11,11 +11,11 @@ class Precision:
     """One object decides all dtypes.
 
     Statistics (softmax, norms, rotary angles, losses, merges of partial results) are never below float32, whatever
-    stands here.
+    is chosen here.
     """
 
     params: DType = "float32"
-    """At rest in memory."""
+    """Stored parameters."""
     compute: DType = "float32"
     """Activations, and parameters as they enter a product."""
     cache: DType = "float32"

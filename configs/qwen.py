@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3, the dense ones: one constant a published size.
+"""Qwen2, Qwen2.5 and Qwen3, the dense ones: one constant per published size.
 
 Contexts are those of config.json: of the base models for Qwen2 and 2.5, of the models for chat for Qwen3.
 """

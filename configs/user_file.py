@@ -12,14 +12,14 @@ _PREFIX = "_file_of_the_user_"
 
 
 def import_file(path: str | Path) -> tuple[ModuleType, bool]:
-    """The module at `path`, and whether it was imported now: once, as long as the file stays as it is.
+    """The module at `path`, and whether it was imported now: a file that does not change is imported once.
 
-    Files beside it can be imported by it, after everything that is installed; and files that come later can import it
-    by its name. Raises ValueError for what is no Python file, or cannot be imported.
+    It can import files next to it, after everything that is installed; and later files can import it by its name.
+    Raises ValueError for what is not a Python file, or cannot be imported.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a file")
     status = path.stat()
     version = f"{path.resolve()}:{status.st_mtime_ns}:{status.st_size}"
     name = _PREFIX + hashlib.sha256(version.encode()).hexdigest()[:16]
@@ -27,12 +27,12 @@ def import_file(path: str | Path) -> tuple[ModuleType, bool]:
         return sys.modules[name], False
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file")
+        raise ValueError(f"{path} is not a Python file")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for the module they stand in
+    sys.modules[name] = module  # where dataclasses look for the module they are in
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # The user's own code.

@@ -1,7 +1,13 @@
 """Layers as Equinox modules, the attention algorithms, and the sharding plan.
 
-The attention algorithms take global arrays, a mask and a mesh, and serve any model: q `[batch seq heads head_dim]`, k
-and v `[batch kv_seq kv_heads head_dim]`.
+- `attention`: algorithms for any model, on arrays; this package exports them.
+- `parallel`: meshes, the sharding of arrays by their dims, programs compiled ahead of time.
+- `nn`: the layers of a model, as modules. A new layer goes here.
+- `operations`: how queries meet keys in a forward pass, in training, decoding or densely. A new cache goes here.
+
+The exported functions take global arrays, q `[batch seq heads head_dim]`, k and v `[batch kv_seq kv_heads head_dim]`;
+`ring_attention`, `gather_attention` and `tree_attention` take a mesh too. Arrays `[batch heads seq head_dim]` must be
+transposed first: where seq and heads are equal nothing can tell the two layouts apart.
 """
 
 if __name__ != "treering.layers":

@@ -31,7 +31,7 @@ _WINDOW = 64
 
 
 def transformers() -> Any:
-    """The module, imported when it is needed: it takes seconds, and says that it misses PyTorch unless told not to."""
+    """The module, imported when it is needed: it takes seconds, and without this prints that it misses PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     return importlib.import_module("transformers")
 
@@ -47,7 +47,7 @@ class Tokenizer:
         self.special_ids = frozenset(token for token, added in inner.added_tokens_decoder.items() if added.special)
         """Tokens that decoding leaves out."""
         self.text_vocab_size: int = max(set(inner.get_vocab().values()) - self.special_ids, default=-1) + 1
-        """`vocab_size` without special tokens behind the others, which a text model may lack: Gemma's for an image."""
+        """`vocab_size` without special tokens after all others, which a text model may lack: Gemma's for an image."""
 
     @property
     def end_id(self) -> int | None:
@@ -63,7 +63,7 @@ class Tokenizer:
     def load(path: str | Path) -> "Tokenizer":
         """The tokenizer of the checkpoint at `path`.
 
-        Nothing is fetched and no code of the folder is run. Raises ValueError where there is none, or it cannot be
+        Nothing is downloaded and no code of the folder is run. Raises ValueError where there is none, or it cannot be
         read.
         """
         return Tokenizer.from_folder(Path(path) / TOKENIZER)
@@ -82,7 +82,7 @@ class Tokenizer:
                 check_no_pointer(folder / name)
         try:
             inner = transformers().AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
+                str(folder), local_files_only=True, trust_remote_code=False, **_config_of_unknown(folder)
             )
         except Exception as error:  # Whatever transformers raises for files that it cannot read.
             raise ValueError(f"{called} has a tokenizer that transformers cannot read: {_line(error)}") from error
@@ -91,7 +91,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, with the first token that the tokenizer puts before a text, once.
 
-        Raises ValueError for half a character: a surrogate, as bytes that are no UTF-8 become.
+        Raises ValueError for half a character: a surrogate, as bytes that are not UTF-8 become.
         """
         _check_text(text)
         return self._begun_once(self._inner.encode(text))
@@ -106,7 +106,7 @@ class Tokenizer:
         return list(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids)
 
     def without_bos(self, ids: Sequence[int]) -> list[int]:
-        """Tokens of a text that goes on from others: without the first token that the tokenizer puts before a text.
+        """Tokens of a text that continues another: without the first token that the tokenizer puts before a text.
 
         One that it does not put there may begin a chat's turns, as SmolLM2's does.
         """
@@ -114,12 +114,12 @@ class Tokenizer:
         return list(ids[1:] if begin and list(ids[:1]) == begin == [self._inner.bos_token_id] else ids)
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """`encode`, and for each token the character that it begins at; -1 for those that stand for no text.
+        """`encode`, and for each token the character that it begins at; -1 for those without text.
 
-        Raises ValueError for a tokenizer that cannot tell.
+        Raises ValueError for a tokenizer that does not say.
         """
         if not self._inner.is_fast:
-            raise ValueError("this tokenizer cannot tell where in the text its tokens begin: it has no tokenizer.json")
+            raise ValueError("this tokenizer does not say where in the text its tokens begin: it has no tokenizer.json")
         encoded = self._inner(text, return_offsets_mapping=True, return_attention_mask=False, verbose=False)
         places = [start if end > start else -1 for start, end in encoded["offset_mapping"]]
         ids = self._begun_once(encoded["input_ids"])
@@ -152,7 +152,7 @@ class Tokenizer:
         return Stream(self)
 
     def ends_in_bytes(self, token: int) -> bool:
-        """Whether `token` is one byte of a SentencePiece vocabulary, whose text depends on the bytes beside it."""
+        """Whether `token` is one byte of a SentencePiece vocabulary, whose text depends on the bytes next to it."""
         piece = self._inner.convert_ids_to_tokens(token)
         return piece is not None and _BYTE_TOKEN.fullmatch(piece) is not None
 
@@ -167,9 +167,9 @@ class Stream:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        """The last tokens; those before are decoded and gone."""
+        """The last tokens; those before are decoded and dropped."""
         self._given = 0
-        """Characters of the window's text that were handed out."""
+        """Characters of the window's text that were returned."""
 
     def push(self, token: int) -> str:
         """The text that is certain now that `token` has come; often one word, sometimes nothing."""
@@ -200,6 +200,16 @@ class Stream:
             self._window, self._given = kept, len(tail)
 
 
+def _config_of_unknown(folder: Path) -> dict[str, Any]:
+    """The `config` to load a tokenizer with where transformers does not know the model, as of a plugin's family: the
+    one that it falls back to, without the warning that it cannot compute such a model."""
+    raw = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type in transformers().CONFIG_MAPPING:
+        return {}
+    return {"config": transformers().PreTrainedConfig.from_dict(raw)}
+
+
 def _end_ids(folder: Path, inner: Any) -> frozenset[int]:
     """The end tokens that any of the tokenizer, generation_config.json and config.json names."""
     found = {inner.eos_token_id}
@@ -220,4 +230,4 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         wrong = f"{text[error.start]!r} at character {error.start}"
-        raise ValueError(f"the text holds {wrong}, which is no character: give text in UTF-8") from None
+        raise ValueError(f"the text holds {wrong}, which is not a character: give text in UTF-8") from None

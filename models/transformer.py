@@ -1,7 +1,7 @@
 """The model: an embedding, a repeating pattern of blocks, a norm, and logits.
 
-One forward serves training, prefill and decode; the `ForwardInfo` that it is given says where tokens stand and how they
-attend.
+One forward serves training, prefill and decode; its `ForwardInfo` argument says which positions tokens have and how
+they attend.
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from treering.configs.errors import UserError
+from treering.configs.mesh import divisors
 from treering.configs.model import ModelConfig
 from treering.layers.nn.attention import Attention, ForwardInfo
 from treering.layers.nn.embed import Embedding
@@ -22,7 +24,7 @@ from treering.layers.nn.linear import Linear
 from treering.layers.nn.mlp import SwiGLU
 from treering.layers.nn.norm import RMSNorm
 from treering.layers.operations.pool import PagePool
-from treering.layers.parallel.sharding import Plan, divisors, stacked_field
+from treering.layers.parallel.sharding import Plan, stacked_field
 
 
 class Block(eqx.Module):
@@ -30,7 +32,7 @@ class Block(eqx.Module):
 
     attention_norm: RMSNorm
     attention: Callable[..., Any]
-    """`layers.nn.attention.Attention`, or a family's own layer that is called as it is."""
+    """`layers.nn.attention.Attention`, or a family's own layer with the same signature."""
     mlp_norm: RMSNorm
     mlp: SwiGLU
 
@@ -49,8 +51,8 @@ class Stacked(eqx.Module):
 
     pattern: tuple[Any, ...] = stacked_field()
     tail: tuple[Any, ...] = ()
-    """The blocks of a last period that breaks off, each by itself. Stacked with the others they would have to be sliced
-    out for the scan, and XLA copies slices."""
+    """The blocks of an incomplete last period, each by itself. If they were stacked with the others, the scan would
+    have to slice them off, and XLA copies slices."""
 
     @property
     def periods(self) -> int:
@@ -86,9 +88,9 @@ class Unrolled(eqx.Module):
     """
 
     pattern: tuple[tuple[Any, ...], ...]
-    """Of each place in the pattern, the blocks of all periods."""
+    """For each place in the pattern, the blocks of all periods."""
     tail: tuple[Any, ...] = ()
-    """The blocks of a last period that breaks off."""
+    """The blocks of an incomplete last period."""
 
     @property
     def periods(self) -> int:
@@ -113,7 +115,7 @@ def _run_blocks(blocks: Sequence[Any], x: Array, info: ForwardInfo, states: tupl
 
 
 def unroll(blocks: Stacked) -> Unrolled:
-    """The separate-array form; takes the stacked arrays apart one leaf at a time, on their devices."""
+    """The separate-array form; slices the stacked arrays one leaf at a time, on their devices."""
     arrays, static = eqx.partition(blocks.pattern, eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
     split = jax.jit(lambda leaf: tuple(leaf[i] for i in range(leaf.shape[0])))
@@ -123,10 +125,10 @@ def unroll(blocks: Stacked) -> Unrolled:
 
 
 class Transformer(eqx.Module):
-    """A decoder-only model. `config` says what it is; families build the blocks."""
+    """A decoder-only model, whose blocks a family builds from `config`."""
 
     embed: Any
-    """`layers.nn.embed.Embedding`, or a family's own module with a `table` that is called and unembeds as it does."""
+    """`layers.nn.embed.Embedding`, or a family's own module with the same methods and a `table`."""
     blocks: Stacked | Unrolled
     norm: Callable[[Array], Array]
     """`layers.nn.norm.RMSNorm`, or a family's own."""
@@ -135,14 +137,14 @@ class Transformer(eqx.Module):
     config: ModelConfig = eqx.field(static=True)
 
     def layers_at(self, place: int) -> range:
-        """The numbers of the layers that stand stacked at a place of the repeating pattern."""
+        """The numbers of the layers that are stacked at a place of the repeating pattern."""
         period = len(self.blocks.pattern)
         return range(place, period * self.blocks.periods, period)
 
     def unrolled(self, *, rows: int = 1) -> "Transformer":
         """The same model with its blocks as separate arrays.
 
-        Where one CPU device is to decode several `rows` at a time, their weights are stored in dims first.
+        Where one CPU device decodes several `rows` at a time, their weights are stored with input dims first.
         """
         if isinstance(self.blocks, Unrolled):
             return self
@@ -165,7 +167,7 @@ class Transformer(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...]]:
         """Final hidden states of `tokens`, computed in `dtype`, and the decode states after them.
 
-        `states` has one entry a place of the pattern, and one for each block of a period that breaks off; None trains.
+        `states` has one entry per place of the pattern, and one per block of an incomplete period; None trains.
         """
         states = (None,) * len(self.blocks.pattern + self.blocks.tail) if states is None else states
         x = self.embed(tokens, info.plan, dtype)
@@ -185,15 +187,16 @@ def dim_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def check_mesh(config: ModelConfig, plan: Plan) -> None:
-    """Raises ValueError where the tensor axis does not divide what it must split, listing the sizes that do."""
+    """Raises UserError where the tensor axis does not divide what it splits, listing the sizes that do."""
     tensor = plan.size("tensor")
     required = {dim: getattr(config, dim) for dim in ("kv_heads", "heads", "mlp")}
     failing = [f"{dim} {size}" for dim, size in required.items() if size % tensor]
     if failing:
-        works = divisors(math.gcd(*required.values()))
-        raise ValueError(
-            f"mesh.tensor {tensor} does not divide {', '.join(failing)}: sizes that work are {works} "
-            "(the context axis shares out attention whatever the heads)"
+        raise UserError(
+            f"it must divide {', '.join(failing)}; the context axis splits attention for any number of heads",
+            field="mesh.tensor",
+            value=tensor,
+            works=divisors(math.gcd(*required.values())),
         )
 
 
@@ -221,9 +224,9 @@ def init_block(
 
 
 def init_transformer(config: ModelConfig, pattern: Sequence[Any], *, key: PRNGKeyArray) -> Transformer:
-    """A model whose blocks repeat `pattern`, functions from a key to a block, one a place.
+    """A model whose blocks repeat `pattern`, functions from a key to a block, one per place.
 
-    The last repetition may break off. With fewer layers than the pattern has places, the model is its beginning.
+    The last repetition may be incomplete. With fewer layers than places, the model is the beginning of the pattern.
     """
     pattern = pattern[: config.layers]
     periods, more = divmod(config.layers, len(pattern))
@@ -246,7 +249,7 @@ def init_transformer(config: ModelConfig, pattern: Sequence[Any], *, key: PRNGKe
 
 
 def empty_pools(model: Transformer, *, pages: int, page_tokens: int, dtype: jnp.dtype) -> tuple[PagePool, ...]:
-    """The states of the model's layers: one pool a place of the pattern, then one a block of a tail-off period."""
+    """The states of the model's layers: one pool per place of the pattern, then one per block of `tail`."""
     config, blocks = model.config, model.blocks
     return tuple(
         PagePool.empty(

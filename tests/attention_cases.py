@@ -62,7 +62,7 @@ class Case:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Mesh axes beside context."""
+        """Mesh axes other than context."""
         return {"none": {}, "data": {"data": 2}, "tensor": {"tensor": 2}, "both": {"data": 2, "tensor": 2}}[self.side]
 
     def is_possible(self) -> bool:
@@ -110,7 +110,7 @@ CORE = (
 
 
 def covering_array(limit: int | None = None, *, seed: int = 29, start: tuple[Case, ...] = CORE) -> tuple[Case, ...]:
-    """`start` and cases beside, so that each pair of levels that can stand in one case does; the same each time."""
+    """`start` and more cases, so that each pair of levels that can be in one case is; the same each time."""
     rng = np.random.default_rng(seed)
     names = list(FACTORS)
     missing = {
@@ -172,7 +172,7 @@ def _may_extend(levels: dict[str, Any]) -> bool:
 def data_sets(case: Case, padded: int) -> dict[str, dict[str, np.ndarray]]:
     """Positions and segments `[batch padded]`, in token order, by name; {} where the order gives them.
 
-    `padded` tokens are the case's length and what its order needs beside, which is padding in each set.
+    `padded` tokens are the case's length and what its order needs in addition, which is padding in each set.
     """
     shape = (case.batch, padded)
     index = np.broadcast_to(np.arange(padded), shape)

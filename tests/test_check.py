@@ -15,7 +15,8 @@ import treering
 from treering.configs.llama import LLAMA_3_1_405B, TINY, LlamaConfig
 from treering.configs.zoo import ZOO
 from treering.models.audit import check as checks
-from treering.models.audit.check import Finding, check, find_entry, tiny
+from treering.models.audit.check import Finding, check, tiny
+from treering.models.audit.entry import find_entry
 from treering.models.families import llama, register_family, registry
 
 
@@ -76,7 +77,7 @@ def test_names_that_miss_a_parameter(families: None, only_files: None) -> None:
     register(names=names)
     told = found(mine(), "names").message
     assert "no name for blocks.places.0.mlp.gate.weight" in told
-    assert "names for what is not there: blocks.places.0.mlp.gates.weight" in told
+    assert "names for parameters that do not exist: blocks.places.0.mlp.gates.weight" in told
 
 
 def test_configs_that_do_not_come_back(families: None, only_files: None) -> None:
@@ -185,15 +186,22 @@ def _file(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ("llama-9", "llama-9 is no MODULE:CONFIG, no path/to/file.py:CONFIG, no config.json and no size of the zoo"),
-        ("none.py:TINY", "none.py is no file"),
+        (
+            "llama-9",
+            "llama-9 is not a size of the zoo: give one, MODULE:CONFIG, path/to/file.py:CONFIG, or a",
+        ),
+        ("none.py:TINY", "none.py is not a file"),
         ("treering.configs.llama:TINIER", "treering.configs.llama:TINIER cannot be imported"),
         ("treering.configs.nowhere:TINY", "treering.configs.nowhere:TINY cannot be imported"),
-        ("here:BIG", "here:BIG cannot be imported: No module named 'here' (the file is here.py:BIG)"),
+        ("here:BIG", "here:BIG cannot be imported: No module named 'here' (did you mean here.py:BIG?)"),
+        ("configs.llama:TINY", "(did you mean treering.configs.llama:TINY?)"),
         ("treering.configs.llama:LlamaConfig", "is a type: a config is an instance of a ModelConfig"),
         ("here.py:TINY", "here.py has no config 'TINY': it has BIG"),
         ("none.json", "none.json does not exist"),
-        ("unknown.json", "model_type 'mamba': the supported ones are"),
+        (
+            "unknown.json",
+            'unknown.json: "model_type" mamba: it is not supported, and --plugin FILE adds a family (works: gemma3',
+        ),
     ],
 )
 def test_entries_that_are_none_are_one_line(tmp_path, monkeypatch, capsys, entry: str, says: str) -> None:

@@ -1,7 +1,10 @@
 """Checkpoints: saved on one mesh and restored on another, and everything that is not a checkpoint."""
 
 import json
+import logging
+import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +155,7 @@ def test_a_destination_is_replaced_only_when_asked(saved: tuple[Path, Transforme
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="no checkpoint, so"):
+    with pytest.raises(ValueError, match="not a checkpoint, so"):
         save_model(tmp_path / "precious", model, source={}, overwrite=True)
     assert (tmp_path / "precious" / "thesis.txt").exists()
 
@@ -198,7 +201,7 @@ def not_a_checkpoint(kind: str, path: Path) -> None:
         ("hugging face", ValueError, "treering convert .*thing DST"),
         ("gguf", ValueError, "treering convert .*model.gguf DST"),
         ("file", ValueError, "is a file"),
-        ("other", ValueError, "is no checkpoint"),
+        ("other", ValueError, "is not a checkpoint: it lacks model.json"),
     ],
 )
 def test_what_is_no_checkpoint_is_told(tmp_path: Path, kind: str, error: type[Exception], message: str) -> None:
@@ -219,12 +222,16 @@ def changed_record(path: Path, tmp_path: Path, change: Callable[[dict[str, Any]]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda record: record.update(format=2), "has format 2: this version reads format 1"),
-        (lambda record: record.update(family="falcon"), "family 'falcon': the families here are .*llama"),
-        (lambda record: record.update(transforms=["int8"]), "transforms .*int8"),
+        (lambda record: record.update(format=2), r'model.json: "format" 2: this version does not read it \(works: 1\)'),
+        (lambda record: record.update(family="falcon"), '"family" falcon: it is not known here.*works: .*llama'),
+        (lambda record: record.update(transforms=["int8"]), '"transforms" .*int8.*: this version knows none'),
         (lambda record: record["config"].pop("heads"), "does not describe a model.*heads"),
         (lambda record: record["config"].update(colour="red"), "does not describe a model.*colour"),
         (lambda record: record["config"]["rope"].update(kind="spiral"), "does not describe a model.*spiral"),
+        (
+            lambda record: record["config"].update(kv_heads=3),
+            'model.json: "kv_heads" 3: it must divide',
+        ),
         (lambda record: record.pop("format"), "damaged"),
     ],
 )
@@ -261,7 +268,7 @@ def test_a_missing_parameter_is_named(
 
 
 def test_a_mesh_that_does_not_divide_is_refused(saved: tuple[Path, Transformer], mesh: Callable[..., Mesh]) -> None:
-    with pytest.raises(ValueError, match="mesh.tensor 8 does not divide kv_heads 4"):
+    with pytest.raises(ValueError, match=r"mesh.tensor 8: it must divide kv_heads 4 \(works: 1, 2, 4\)"):
         load_model(saved[0], Plan(mesh(tensor=8), "decode"))
 
 
@@ -273,3 +280,20 @@ def test_a_model_json_that_is_no_text_or_no_end_of_brackets_is_told_by_name(tmp_
     (tmp_path / "model.json").write_bytes(content)
     with pytest.raises(ValueError, match="model.json is damaged"):
         read_record(tmp_path)
+
+
+def test_the_quiet_of_a_command_ends_with_it_and_the_library_has_none() -> None:
+    from treering.models.checkpoint.arrays import array_handler
+    from treering.models.checkpoint.quiet import quiet_orbax
+
+    def state() -> tuple[Any, ...]:
+        return (*(logging.getLogger(name).level for name in ("absl", "asyncio")), list(warnings.filters))
+
+    before = state()
+    array_handler()
+    assert state() == before
+    with pytest.raises(KeyboardInterrupt), quiet_orbax():
+        assert not any(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in ("absl", "asyncio"))
+        assert warnings.filters[0][:2] == ("ignore", re.compile("coroutine .* was never awaited", re.IGNORECASE))
+        raise KeyboardInterrupt
+    assert state() == before

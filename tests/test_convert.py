@@ -154,7 +154,7 @@ def test_dtype_casts(tmp_path: Path, plan: Plan) -> None:
     convert(tiny.write_folder(tmp_path / "source", weights=weights), tmp_path / "checkpoint", dtype="bfloat16")
     cast = {name: array.astype(DTYPES["bfloat16"]) for name, array in weights.items()}
     assert_holds(tmp_path / "checkpoint", cast, plan)
-    with pytest.raises(ValueError, match="dtype 'int8'.*float32"):
+    with pytest.raises(ValueError, match="dtype int8: it is not known .works: .*float32"):
         convert(tmp_path / "source", tmp_path / "other", dtype="int8")
 
 
@@ -403,10 +403,10 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
         "dtypes .*float16.*--dtype",
     ),
     ("truncated", lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:-10]), "is truncated"),
-    ("only a header", lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:100]), "truncated or no safetensors"),
-    ("four bytes", lambda f: (f / FILE).write_bytes(b"abcd"), "truncated or no safetensors"),
+    ("only a header", lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:100]), "truncated, or not safetensors"),
+    ("four bytes", lambda f: (f / FILE).write_bytes(b"abcd"), "truncated, or not safetensors"),
     ("empty file", lambda f: (f / FILE).write_bytes(b""), "empty file"),
-    ("huge header", lambda f: (f / FILE).write_bytes(b"\xff" * 64), "truncated or no safetensors"),
+    ("huge header", lambda f: (f / FILE).write_bytes(b"\xff" * 64), "truncated, or not safetensors"),
     ("no JSON", lambda f: (f / FILE).write_bytes(struct.pack("<Q", 4) + b"nope"), "damaged header"),
     ("pointer", lambda f: (f / FILE).write_bytes(POINTER), "Git LFS pointer"),
     ("offsets", lambda f: header(f / FILE, lambda h: h[K].update(data_offsets=[0, 4])), "do not agree"),
@@ -422,13 +422,13 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "index leaves",
         lambda f: index(f, lambda i: i["weight_map"].update({K: "../model.safetensors"})),
-        "files beside it",
+        "files next to it",
     ),
-    ("index is absolute", lambda f: index(f, lambda i: i["weight_map"].update({K: "/etc/passwd"})), "files beside it"),
+    ("index is absolute", lambda f: index(f, lambda i: i["weight_map"].update({K: "/etc/passwd"})), "files next to it"),
     ("index without map", lambda f: index(f, lambda i: i.pop("weight_map")), "no weight_map"),
     ("index lies", lambda f: index(f, lambda i: i["weight_map"].update(more="model-1.safetensors")), "more is not in"),
     ("no config", lambda f: (f / "config.json").unlink(), "config.json does not exist"),
-    ("config is no JSON", lambda f: (f / "config.json").write_text("{"), "is no JSON"),
+    ("config is no JSON", lambda f: (f / "config.json").write_text("{"), "is not JSON"),
     ("config is a list", lambda f: (f / "config.json").write_text("[]"), "holds a JSON list"),
     *(
         (
@@ -455,7 +455,7 @@ def test_a_broken_folder_is_refused_in_one_line(tmp_path: Path, break_it: Callab
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     names = sorted(tiny.tensors())
     source = tiny.write_folder(tmp_path / "source", shards=[names, names[-1:]])
-    refused(source, tmp_path / "checkpoint", f"{names[-1]} stands in model-00001.* and in model-00002")
+    refused(source, tmp_path / "checkpoint", f"{names[-1]} is in model-00001.* and in model-00002")
 
 
 def test_a_tensor_twice_in_a_header_is_refused(tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_a_tensor_twice_in_a_header_is_refused(tmp_path: Path) -> None:
     text = data[8 : 8 + struct.unpack("<Q", data[:8])[0]].strip()
     entry = b',"lm_head.weight":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
     (source / FILE).write_bytes(struct.pack("<Q", len(text) - 1 + len(entry)) + text[:-1] + entry + data)
-    refused(source, tmp_path / "checkpoint", "lm_head.weight stands in it twice")
+    refused(source, tmp_path / "checkpoint", "lm_head.weight is in it twice")
 
 
 def test_a_checkpoint_needs_no_conversion(tmp_path: Path) -> None:
@@ -477,11 +477,18 @@ def test_a_checkpoint_needs_no_conversion(tmp_path: Path) -> None:
     [
         ({"llama.logit_scale": 2.0}, "not known here.*llama.logit_scale.*--ignore-fields"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
-        ({"llama.attention.value_length": 32}, "value_length 32"),
-        ({"llama.rope.dimension_count": 4}, "dimension_count 4"),
+        ({"llama.attention.value_length": 32}, 'value_length" 32: it must be the size of a head .works: 8'),
+        ({"llama.rope.dimension_count": 4}, 'dimension_count" 4'),
         ({"split.count": 2}, "one of 2 parts"),
-        ({"llama.attention.head_count_kv": 3}, "model.gguf: llama.attention.head_count_kv 3 does not divide llama.att"),
-        ({"llama.context_length": 0}, "model.gguf has llama.context_length 0: it must be at least 1"),
+        (
+            tiny.gguf_tokenizer_metadata("gpt2") | {"tokenizer.ggml.pre": "x"},
+            'model.gguf: "tokenizer.ggml.pre" x: it is',
+        ),
+        (
+            {"llama.attention.head_count_kv": 3},
+            'model.gguf: "llama.attention.head_count_kv" 3: it must divide the 8 query',
+        ),
+        ({"llama.context_length": 0}, 'model.gguf: "llama.context_length" 0: it must be at least 1'),
     ],
 )
 def test_gguf_metadata_that_changes_the_arithmetic_is_refused(
@@ -504,7 +511,7 @@ def test_a_truncated_gguf_is_refused(tmp_path: Path, keep: float) -> None:
 @pytest.mark.parametrize("name", ["model.gguf", "thing.txt", "model.safetensors"])
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"version https://git-lfs" if name == "model.gguf" else b"hello there" * 50)
-    message = {"model.gguf": "LFS pointer", "thing.txt": "no GGUF", "model.safetensors": "give the folder"}[name]
+    message = {"model.gguf": "LFS pointer", "thing.txt": "is not a GGUF", "model.safetensors": "give the folder"}[name]
     refused(tmp_path / name, tmp_path / "checkpoint", message)
 
 
@@ -564,32 +571,36 @@ def test_every_spelling_of_rotary_parameters(fields: dict[str, Any], rope: Any) 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention_bias": True}, "attention_bias True"),
-        ({"mlp_bias": True}, "mlp_bias True"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
-        ({"sliding_window": 4096}, "sliding_window 4096"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config .gptq"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config .awq"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'.*default, linear, llama3, yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
+        ({"attention_bias": True}, '"attention_bias" True: .*works: absent, False'),
+        ({"mlp_bias": True}, '"mlp_bias" True'),
+        ({"hidden_act": "gelu"}, '"hidden_act" gelu.*silu'),
+        ({"sliding_window": 4096}, '"sliding_window" 4096: Llama attends to all'),
+        ({"quantization_config": {"quant_method": "gptq"}}, '"quantization_config" gptq: quantised weights'),
+        ({"quantization_config": {"quant_method": "awq"}}, '"quantization_config" awq'),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            '^config.json: rope: "rope_type" longrope.*default, linear, llama3, yarn',
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, '"rope_type" dynamic'),
+        ({"rope_scaling": {"rope_type": ["x"]}}, r'"rope_type" \[.x.\]: it is not supported'),
+        ({"rope_scaling": {"type": "linear"}}, '^config.json: rope: "factor": it is missing'),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "twist": 1}}, "twist"),
-        ({"rope_scaling": "linear"}, "must be an object"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"num_hidden_layers": "two"}, "num_hidden_layers 'two': it must be a whole number"),
-        ({"num_hidden_layers": 0}, "^config.json has num_hidden_layers 0: it must be at least 1"),
-        ({"num_attention_heads": 0}, "^config.json has num_attention_heads 0: it must be at least 1"),
+        ({"rope_scaling": "linear"}, '"rope_scaling" linear: it must be an object'),
+        ({"partial_rotary_factor": 0.5}, '"partial_rotary_factor" 0.5'),
+        ({"num_hidden_layers": "two"}, '"num_hidden_layers" two: it must be a whole number'),
+        ({"num_hidden_layers": 0}, '^config.json: "num_hidden_layers" 0: it must be at least 1'),
+        ({"num_attention_heads": 0}, '^config.json: "num_attention_heads" 0: it must be at least 1'),
         (
             {"num_key_value_heads": 3},
-            r"^config.json: num_key_value_heads 3 does not divide num_attention_heads 8: each key head serves an equal "
-            r"group of query heads \(num_key_value_heads that work: 1, 2, 4, 8\)$",
+            r'^config.json: "num_key_value_heads" 3: it must divide the 8 query heads, of which each key head serves '
+            r"an equal group \(works: 1, 2, 4, 8\)$",
         ),
-        ({"head_dim": 7}, "^config.json: head_dim 7 is odd"),
-        ({"model_type": "mistral", "sliding_window": 0}, "^config.json: sliding_window 0: a window holds at least"),
-        ({"rms_norm_eps": float("nan")}, "^config.json has rms_norm_eps nan: it must be a number"),
-        ({"rope_theta": -1.0}, "^config.json has rope_theta -1.0: it must be above 0"),
-        ({"hidden_size": 60}, "does not divide hidden_size 60"),
-        ({"vocab_size": "absent"}, "lacks 'vocab_size'"),
+        ({"head_dim": 7}, '^config.json: "head_dim" 7: it must be even'),
+        ({"model_type": "mistral", "sliding_window": 0}, '"sliding_window" 0: it must be at least 1'),
+        ({"rms_norm_eps": float("nan")}, '^config.json: "rms_norm_eps" nan: it must be a number'),
+        ({"rope_theta": -1.0}, '^config.json: "rope_theta" -1.0: it must be above 0'),
+        ({"hidden_size": 60}, '"hidden_size" 60: it is not a multiple of num_attention_heads, 8, and there is'),
+        ({"vocab_size": "absent"}, '^config.json: "vocab_size": it is missing'),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier .treering convert --ignore-fields embedding_multiplier"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -608,7 +619,7 @@ def test_fields_that_change_nothing_are_not(tmp_path: Path) -> None:
 
 def test_an_unsupported_model_type_lists_the_supported_ones(tmp_path: Path) -> None:
     source = tiny.write_folder(tmp_path / "source", tiny.LLAMA | {"model_type": "gpt2"})
-    refused(source, tmp_path / "checkpoint", "model_type 'gpt2': the supported ones are .*llama")
+    refused(source, tmp_path / "checkpoint", 'config.json: "model_type" gpt2: it is not supported.*works: .*llama')
 
 
 @pytest.mark.long

@@ -1,8 +1,11 @@
 """Export: what comes out is what came in, bit for bit, and transformers loads it as it loads its own."""
 
 import json
+import os
+import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import treering
 from treering.models.checkpoint.arrays import DTYPES
 from treering.models.conversion.convert import convert
 from treering.models.conversion.export import export
+from treering.models.conversion.load import open_model
 from treering.models.formats.safetensors_writer import SafetensorsWriter
 
 TIED = tiny.LLAMA | {"tie_word_embeddings": True}
@@ -78,7 +82,15 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path, config: dict[str, Any], d
     ]
 
 
-def test_settings_and_tokenizer_come_back(tmp_path: Path) -> None:
+@pytest.fixture
+def umask() -> Iterator[None]:
+    """The usual one, whatever that of the tests' process is."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def test_settings_and_tokenizer_come_back(tmp_path: Path, umask: None) -> None:
     config = tiny.LLAMA | {
         "vocab_size": 300,
         "head_dim": 16,
@@ -98,6 +110,11 @@ def test_settings_and_tokenizer_come_back(tmp_path: Path) -> None:
     assert {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} == kept
     for name in kept - {Path("config.json"), Path("model.safetensors")}:
         assert (folder / name).read_bytes() == (source / name).read_bytes(), name
+    # Others may read them: their modes are not those of a temporary folder.
+    open_model(tmp_path / "checkpoint").save_tokenizer(tmp_path / "tokenizer")
+    for written in (folder, tmp_path / "tokenizer", tmp_path / "checkpoint" / "tokenizer"):
+        for path in (written, *written.rglob("*")):
+            assert stat.S_IMODE(path.stat().st_mode) == (0o755 if path.is_dir() else 0o644), path
     written = json.loads((folder / "config.json").read_text())
     assert written["dtype"] == "float32" and written["architectures"] == ["LlamaForCausalLM"]
     # Readers of transformers 4 look for these, those of 5 in rope_parameters.
@@ -200,11 +217,11 @@ def test_destinations_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str
     notes.mkdir()
     (notes / "diary.txt").write_text("dear diary")
     refused(source, "exists: choose another destination, or replace it with --overwrite")
-    refused(notes, "is no Hugging Face folder, so --overwrite does not replace it", "--overwrite")
+    refused(notes, "is not a Hugging Face folder, so --overwrite does not replace it", "--overwrite")
     refused(tmp_path / "checkpoint", "choose another destination", "--overwrite")
     refused(tmp_path / "checkpoint" / "tokenizer", "choose another destination", "--overwrite")
     refused(tmp_path, "choose another destination", "--overwrite")
-    refused(tmp_path / "new", "a shard of 0 bytes", "--shard-gigabytes", "0")
+    refused(tmp_path / "new", "--shard-gigabytes 0.0: it must be a number above 0 (works: 5)", "--shard-gigabytes", "0")
     refused(tmp_path / "new", "--shard-gigabytes inf: it must be a number", "--shard-gigabytes", "inf")
     refused(tmp_path / "new", "did you mean --overwrite?", "--overwrit")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "notes", "source"]

@@ -107,9 +107,13 @@ def test_tensors_of_ones_change_nothing(tmp_path: Path) -> None:
         (np.array([1, 3, 2, 8], np.float32), {}, "Llama 3.1's rule does not give"),
         (divisors_of(1e4, 8, 8.0, 8192) * np.array([1, 1.001, 1, 1], np.float32), {}, "rule does not give"),
         (np.array([1, 8], np.float32), {}, r"of shape \(2,\): a head has 4 frequencies"),
-        (np.array([1, 1, 8, 8], np.float32), {"llama.rope.scaling.type": "yarn"}, "only one of them"),
-        (None, {"llama.rope.scaling.type": "longrope"}, "'longrope': the supported ones are none, linear, yarn"),
-        (None, {"llama.rope.scaling.type": "yarn"}, "lacks 'factor'"),
+        (np.array([1, 1, 8, 8], np.float32), {"llama.rope.scaling.type": "yarn"}, 'type" yarn: only one of it and'),
+        (
+            None,
+            {"llama.rope.scaling.type": "longrope"},
+            '"llama.rope.scaling.type" longrope: it is not supported .works: none, linear, yarn',
+        ),
+        (None, {"llama.rope.scaling.type": "yarn"}, r'model.gguf: rope: "factor": it is missing'),
         (
             None,
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.alpha": 1.0},

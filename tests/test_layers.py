@@ -1,4 +1,4 @@
-"""Norm, rotary positions, linear maps and embedding, each beside transformers' or a formula written out."""
+"""Norm, rotary positions, linear maps and embedding, each against transformers' or a formula written out."""
 
 import equinox as eqx
 import jax
@@ -67,7 +67,7 @@ def test_linear_maps_between_named_dims_with_bias_and_a_low_rank_update():
     linear = Linear.init("embed -> heads head_dim", sizes, bias=True, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (4, 5, 6))
     weight = np.asarray(linear.weight).reshape(6, 6)
-    np.testing.assert_allclose(linear(x), (x @ weight.T).reshape(4, 5, 2, 3), rtol=1e-5)
+    np.testing.assert_allclose(linear(x), (x @ weight.T).reshape(4, 5, 2, 3), rtol=1e-5, atol=1e-8)
     import dataclasses
 
     moved = dataclasses.replace(linear, bias=jnp.ones((2, 3)), lora=lambda x: jnp.zeros((4, 5, 2, 3)) + 2)

@@ -65,7 +65,7 @@ def test_what_cannot_be_run_says_why(folder: Path, capsys: pytest.CaptureFixture
         assert words in said and said.startswith("treering generate: "), said
 
     (folder / "hf" / "tokenizer.json").rename(folder / "tokenizer.json")
-    refused("hf", "has no tokenizer beside it")
+    refused("hf", "has no tokenizer next to it")
     (folder / "tokenizer.json").rename(folder / "hf" / "tokenizer.json")
     file = folder / "hf" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -77,6 +77,8 @@ def test_what_cannot_be_run_says_why(folder: Path, capsys: pytest.CaptureFixture
     refused("hf", "holds no weights")
     (folder / "checkpoint" / "model.json").unlink()
     refused("checkpoint", "is unfinished")
+    refused("Org/Model", "does not exist: give a checkpoint, a Hugging Face folder, a Meta folder or a GGUF file (to t")
+    refused("Org/Model", "names on the Hugging Face hub are not downloaded")
 
 
 def test_paths_through_a_parent_folder_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +107,13 @@ def spoil(file: Path) -> None:
         (
             cut,
             "embed.table/0.0",
-            r"damaged or not whole: convert or copy it again \(embed.table/0.0 holds 100 bytes instead",
+            r"damaged or incomplete: convert or copy it again \(embed.table/0.0 holds 100 bytes instead",
         ),
-        (Path.unlink, "embed.table/0.0", "damaged or not whole.*No such file.*embed.table/0.0"),
+        (Path.unlink, "embed.table/0.0", "damaged or incomplete.*No such file.*embed.table/0.0"),
         (shutil.rmtree, "embed.table", "missing embed.table"),
-        (Path.unlink, "embed.table/.zarray", "damaged or not whole.*No such file.*embed.table/.zarray"),
-        (spoil, "embed.table/.zarray", "embed.table/.zarray describes no array"),
-        (lambda file: file.write_text("[]"), "embed.table/.zarray", "embed.table/.zarray describes no array"),
+        (Path.unlink, "embed.table/.zarray", "damaged or incomplete.*No such file.*embed.table/.zarray"),
+        (spoil, "embed.table/.zarray", "embed.table/.zarray does not describe an array"),
+        (lambda file: file.write_text("[]"), "embed.table/.zarray", "embed.table/.zarray does not describe an array"),
     ],
 )
 def test_damaged_weights_are_told_once(
@@ -127,15 +129,24 @@ def test_damaged_weights_are_told_once(
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_a_run_is_no_model_but_has_some(folder: Path) -> None:
+def test_a_run_is_not_a_model_but_has_some(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "run" / "checkpoints").mkdir(parents=True)
     (folder / "run" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is a run, or a step of one: give checkpoints/STEP/model in it"):
+    with pytest.raises(ValueError, match="run is a training run without a checkpoint"):
         open_model(folder / "run")
+    for step in ("9", "10", "11.orbax-checkpoint-tmp"):
+        shutil.copytree(folder / "checkpoint", folder / "run" / "checkpoints" / step / "model")
+    newest = folder / "run" / "checkpoints" / "10" / "model"
+    for command in ("export", "convert", "verify"):
+        assert treering.main([command, str(folder / "run"), str(folder / "new")]) == 2
+        told = f"treering {command}: {folder / 'run'} is a training run: its newest checkpoint is {newest}\n"
+        assert capsys.readouterr().err == told
+    with pytest.raises(ValueError, match=f"10 is a step of a training run: its checkpoint is {newest}"):
+        open_model(newest.parent)
 
 
 def test_text_that_is_no_unicode_is_refused(folder: Path) -> None:
     tokenizer = open_model(folder / "checkpoint").tokenizer()
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])):
-        with pytest.raises(ValueError, match=r"the text holds '\\udcff' at character 1, which is no character"):
+        with pytest.raises(ValueError, match=r"the text holds '\\udcff' at character 1, which is not a character"):
             encode("a\udcff")

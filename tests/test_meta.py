@@ -82,7 +82,7 @@ def test_params_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == ""
     for said, context in ((scaled, 131072), ({"rope_theta": 1e6}, 16384), ({}, 4096), ({"norm_eps": 1e-6}, 2048)):
         assert config_of(tmp_path, max_seq_len=None, **said).context_length == context
-        assert f"taken as {context}" in capsys.readouterr().err
+        assert f"{context} are assumed" in capsys.readouterr().err
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -118,7 +118,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     torch.save({"x": Evil()}, second)
     assert "cannot be read as tensors" in refused(folder, capsys)
     torch.save([1], second)
-    assert "holds something else than named tensors" in refused(folder, capsys)
+    assert "holds something other than named tensors" in refused(folder, capsys)
 
     second.write_bytes(kept)
     part = torch.load(second, weights_only=True)
@@ -134,14 +134,14 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     torch.save(part | {"extra": torch.zeros(4, 4, 4), "more": torch.zeros(2, 2)}, second)
     assert "extra is not in" in refused(folder, capsys)
     torch.save({1: torch.zeros(2)}, second)
-    assert "holds something else than named tensors" in refused(folder, capsys)
+    assert "holds something other than named tensors" in refused(folder, capsys)
     for path in sorted(folder.glob("*.pth")):
         path.unlink()
     assert "no consolidated.*.pth" in refused(folder, capsys)
     assert first.parent.is_dir()
 
     tiny.write_meta(folder, vocab_size=95)
-    assert "vocab_size 95 and the embedding has 96 rows" in refused(folder, capsys)
+    assert '"vocab_size" 95: the embedding has 96 rows' in refused(folder, capsys)
     tiny.write_meta(folder, n_layers=3)
     assert "layers.2.attention.wq.weight" in refused(folder, capsys)
     tiny.write_meta(folder, n_kv_heads=4)
@@ -156,7 +156,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         torch.save(torch.load(first, weights_only=True) | {"extra": extra}, first)
         assert words in refused(folder, capsys)
     tiny.write_meta(folder, dim=None)
-    assert "params.json lacks 'dim'" in refused(folder, capsys)
+    assert 'params.json: "dim": it is missing' in refused(folder, capsys)
 
 
 def test_without_torch_it_is_one_line(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

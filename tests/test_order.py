@@ -50,7 +50,7 @@ def test_positions_are_the_tokens_moved(order, p):
 
 
 @pytest.mark.parametrize("p", [1, 2, 5])
-def test_runs_that_go_on_are_dealt_to_the_ranks_of_their_positions(p):
+def test_runs_that_continue_are_on_the_ranks_of_their_positions(p):
     starts, length = jnp.arange(7), 4 * p
     tokens = np.asarray(striped_token_at(starts, p, length))
     assert tokens[0].tolist() == np.asarray(order_positions("striped", p, length)).tolist()

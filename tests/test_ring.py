@@ -14,12 +14,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import hlo
 from attention_cases import Case, check, covering_array, error, errors, with_gradients
 from bench.attention import computed_pairs
-from treering.layers.attention.dense import dense_partial
+from treering.layers.attention.dense import dense_attention, dense_partial
+from treering.layers.attention.distributed import global_arrays
 from treering.layers.attention.distributed.arguments import AttentionMesh, TokenData
 from treering.layers.attention.distributed.gather import gather_attention, gather_partial
 from treering.layers.attention.distributed.ring import ring_attention, ring_local, ring_partial
+from treering.layers.attention.distributed.tree import tree_attention
 from treering.layers.attention.kernels import tiles
-from treering.layers.attention.local import LSE_NAME, OUT_NAME
+from treering.layers.attention.local import LSE_NAME, OUT_NAME, local_attention
 from treering.layers.attention.mask import Mask
 from treering.layers.attention.order import from_order, to_order
 from treering.layers.attention.partial import Partial
@@ -260,7 +262,7 @@ def test_gather_launches(mesh):
 
 @pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.long)], ids=["zigzag", "documents"])
 def test_temporary_memory_is_flat_in_the_axis(documents, mesh):
-    """At a fixed number of tokens a device, forward and backward."""
+    """At a fixed number of tokens per device, forward and backward."""
     sizes = []
     for p in (3, 8):
         here = mesh(context=p)
@@ -332,8 +334,51 @@ def test_axes_that_the_mesh_lacks_are_only_an_error_when_named():
     assert error(out, dense_partial(q, k, v).out) < 2e-6
 
 
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
+@pytest.mark.parametrize("attend", [ring_attention, gather_attention, tree_attention], ids=["ring", "gather", "tree"])
+def test_outside_of_jit(attend, types):
+    """Arrays on one device, any or a given one: values and gradients, by programs that are compiled once."""
+    here = jax.make_mesh((4,), ("context",), axis_types=(types,))
+    q, k, v, _ = arrays(seq=29, dtype="float32")
+
+    def loss(attend, q, k, v):
+        return jnp.sum(jnp.sin(attend(q, k, v)))
+
+    want = jax.jit(jax.value_and_grad(functools.partial(loss, dense_attention), (0, 1, 2)))(q, k, v)
+    subject = functools.partial(loss, functools.partial(attend, on=here))
+    last = jax.devices()[7]
+    before = global_arrays._compiled._cache_size()
+    assert error(attend(q, k, v, on=here), dense_partial(q, k, v).out) < 2e-6
+    compiled = global_arrays._compiled._cache_size()
+    assert compiled <= before + 1
+    for given_ in ((q, k, v), jax.device_put((q, k, v), last)):
+        got = jax.value_and_grad(subject, (0, 1, 2))(*given_)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert error(x, y) < 5e-6
+        attend(*given_, on=here)
+    # Gradients of committed arrays are where these are.
+    assert all(x.devices() == {last} for x in got[1])
+    assert global_arrays._compiled._cache_size() == compiled
+
+
+def test_a_mask_that_is_not_one_names_what_to_pass(unchecked):
+    q, k, v, _ = arrays(dtype="float32")
+    over = dict(on=_four_devices())
+    for attend, where in (
+        (dense_partial, {}),
+        (local_attention, {}),
+        (ring_attention, over),
+        (gather_attention, over),
+        (tree_attention, over),
+    ):
+        with pytest.raises(ValueError, match=r"mask None: it must be a Mask, such as Mask\(\) \(causal\)"):
+            attend(q, k, v, mask=None, **where)
+        with pytest.raises(ValueError, match=r"mask is an array of shape \(64, 64\): it must be a Mask.*segments"):
+            attend(q, k, v, mask=jnp.ones((64, 64), bool), **where)
+
+
 def test_inside_a_shard_map_of_the_callers(mesh, x64):
-    """`ring_local` with a parameter shared by all devices: its gradient is the whole one."""
+    """`ring_local` with a parameter shared by all devices: its gradient is the sum over them."""
     q, k, v, _ = arrays(heads=2)
     here = mesh(context=4)
     spec = PartitionSpec(None, "context")
@@ -359,7 +404,7 @@ def test_inside_a_shard_map_of_the_callers(mesh, x64):
 
 @pytest.mark.parametrize("seq", [64, 61])
 def test_explicit_axes(seq):
-    """A mesh as `jax.make_mesh` makes it by default, and arrays that lie elsewhere."""
+    """A mesh as `jax.make_mesh` makes it by default, and arrays that are elsewhere."""
     here = jax.make_mesh((2, 4), ("data", "context"))
     assert AxisType.Explicit in here.axis_types
     q, k, v, _ = arrays(batch=2, seq=seq, dtype="float32")

@@ -68,9 +68,9 @@ def test_rules_turn_dims_into_axes(mesh, table, role, dims, shape, spec):
 
 def test_an_axis_that_does_not_divide_lists_what_works(mesh):
     plan = plan_of(mesh, tensor=2)
-    with pytest.raises(ValueError, match="mesh.tensor 2 does not divide kv_heads 3: sizes that work are 1, 3"):
+    with pytest.raises(ValueError, match=r"mesh.tensor 2: it must divide kv_heads 3 \(works: 1, 3\)"):
         plan.spec("kv_heads", (3,))
-    with pytest.raises(ValueError, match="'rows' is no dim"):
+    with pytest.raises(ValueError, match="'rows' is not a dim: the dims are batch, seq"):
         plan.spec("rows", (3,))
     with pytest.raises(ValueError, match="both be split over tensor"):
         plan.spec("heads mlp", (2, 4))
@@ -83,13 +83,21 @@ def test_mesh_sizes_fill_one_axis_and_refuse_what_does_not_multiply():
     assert MeshConfig(tensor=2).resolve(8, fill="fsdp") == {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
     assert MeshConfig(context=2, tensor=4).resolve(8, fill="context")["tensor"] == 4
     for config, words in (
-        (MeshConfig(context=16), "context 16 takes 16 devices and 8 are here"),
-        (MeshConfig(context=4), "context 4 takes 4 devices"),
-        (MeshConfig(tensor=3), "tensor 3"),
-        (MeshConfig(data=0), "mesh.data is 0"),
+        (MeshConfig(context=16), r"^mesh.context 16: it must be the number of devices, 8; .*\(works: 8\)"),
+        (MeshConfig(context=4), "^mesh.context 4: .*--cpu-devices 4 simulates 4 on a CPU"),
+        (MeshConfig(tensor=3), r"^mesh.tensor 3: it must divide the number of devices, 8; .*\(works: 1, 2, 4, 8\)"),
+        (MeshConfig(tensor=2, context=2), "^mesh.context 2 x mesh.tensor 2: their product, 4, must be the number"),
+        (MeshConfig(data=0), "^mesh.data 0: it must be at least 1"),
     ):
         with pytest.raises(ValueError, match=words):
             config.resolve(8, fill="context")
+
+
+def test_a_mesh_in_words(mesh):
+    from treering.layers.parallel.devices import describe
+
+    assert describe(plan_of(mesh)) == "1 CPU device"
+    assert describe(plan_of(mesh, context=4, tensor=2)) == "context 4 x tensor 2 (8 CPU devices)"
 
 
 def test_init_gives_the_same_weights_on_every_mesh(mesh):

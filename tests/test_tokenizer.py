@@ -1,6 +1,7 @@
 """Tokenizers: text there and back, streams, chat templates, end tokens."""
 
 import json
+import logging
 import socket
 from pathlib import Path
 
@@ -160,6 +161,22 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_a_model_that_transformers_does_not_know_is_loaded_quietly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one of a plugin's family: the tokenizer does not depend on it."""
+    tiny.save_byte_level(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "twig", "eos_token_id": 4}))
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        tokenizer = Tokenizer.from_folder(tmp_path)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
+    assert tokenizer.end_ids == {1, 4} and tokenizer.encode("Paris") == tiny.byte_level_tokenizer().encode("Paris").ids
+
+
 def test_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
     tiny.save_byte_level(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -175,7 +192,10 @@ def test_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"tokenizer.ggml.model": "bert"}, "'bert'"), ({"tokenizer.ggml.pre": "klingon"}, "'klingon'")],
+    [
+        ({"tokenizer.ggml.model": "bert"}, "^tokenizer.ggml.model bert: it is not supported .*llama"),
+        ({"tokenizer.ggml.pre": "klingon"}, "^tokenizer.ggml.pre klingon: it is not supported .*llama-bpe"),
+    ],
 )
 def test_an_unknown_kind_of_gguf_tokenizer_is_refused(tmp_path: Path, change: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):

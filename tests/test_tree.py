@@ -56,7 +56,7 @@ def arrays(case: Case, dtype, seed: int = 0, scale: float = 1.0) -> Any:
     k, v = rng.normal(size=(2, case.batch, case.kv_seq, kv_heads, case.head_dim))
     data: dict[str, Any] = {}
     if case.data != "none":
-        # In no order: nothing may depend on where a token lies.
+        # In no order: nothing may depend on where a token is.
         positions = np.stack([rng.permutation(case.kv_seq) for _ in range(case.batch)])
         q_positions = np.stack([np.sort(rng.permutation(case.kv_seq)[: case.seq]) for _ in range(case.batch)])
         if case.data == "empty":
@@ -77,7 +77,7 @@ def oracle(mask: Mask):
 
 
 def dense(case: Case, q, k, v, data) -> Partial:
-    """The oracle, in float64, of queries that stand last where nothing else is said."""
+    """The oracle, in float64, of queries that are last where nothing else is said."""
     data = {name if name.startswith("q_") else f"kv_{name}": x for name, x in data.items()}
     if not data:
         positions = jnp.broadcast_to(jnp.arange(case.kv_seq), (case.batch, case.kv_seq))
@@ -319,7 +319,7 @@ def test_replicated_results_are_equal_to_the_last_bit(mesh, p, scheme, inner, dt
 
 
 @pytest.mark.parametrize("scheme, inner", [("all_to_all", None), ("all_gather", None), ("two_level", 2)])
-def test_log_sums_travel_whole_beside_bfloat16(mesh, scheme, inner):
+def test_log_sums_travel_in_full_next_to_bfloat16(mesh, scheme, inner):
     """Any float32 bits: as two bfloat16 numbers some would be NaN, or too small to keep."""
     bits = np.random.default_rng(0).integers(0, 2**32, (2, 64, 8), dtype=np.uint32)
     lse = bits.view(np.float32)
@@ -442,7 +442,7 @@ SHAPE = Case(8, "all_to_all", batch=2, seq=3, kv_seq=24, data="documents")
 @settings(max_examples=40)
 @given(st.data())
 def test_any_positions_and_segments(mesh, data):
-    """One compiled program, whatever lies in the cache."""
+    """One compiled program, whatever is in the cache."""
 
     def numbers(low, high, *shape):
         size = int(np.prod(shape))
@@ -523,7 +523,7 @@ def test_every_choice_fits(p, batch, seq, heads, head_sharded, inner_place):
     [
         (dict(heads=(8, 3)), r"kv_heads 3 does not divide heads 8.*kv_heads that work: 1, 2, 4, 8"),
         (dict(heads=(6, 2), scheme="all_to_all"), r"size 4 does not divide the 6 heads.*sizes that work: 1, 2, 3, 6;"),
-        (dict(heads=(6, 2), scheme="two_level", inner=2), r"'two_level' deals heads.*1, 2, 3, 6"),
+        (dict(heads=(6, 2), scheme="two_level", inner=2), r"'two_level' splits heads.*1, 2, 3, 6"),
         (dict(scheme="two_level"), r"inner 4: .*sizes that work: 2"),
         (dict(scheme="two_level", inner=3), r"inner 3: .*sizes that work: 2"),
         (dict(scheme="two_level_gather", inner=3), r"inner 3: .*sizes that work: 1, 2, 4"),
@@ -571,7 +571,7 @@ def test_a_choice_names_groups_that_fit():
 
 @pytest.mark.parametrize("kv_seq", [32, 31])
 def test_explicit_axes(kv_seq, x64):
-    """A mesh as `jax.make_mesh` makes it by default, and arrays that lie elsewhere."""
+    """A mesh as `jax.make_mesh` makes it by default, and arrays that are elsewhere."""
     here = jax.make_mesh((2, 4), ("data", "context"))
     assert jax.sharding.AxisType.Explicit in here.axis_types
     case = Case(4, batch=2, kv_seq=kv_seq)
@@ -581,7 +581,7 @@ def test_explicit_axes(kv_seq, x64):
 
 
 def test_a_mesh_of_one_axis(x64):
-    """For models that are not ours: any axis name, none beside it."""
+    """For models that are not ours: any axis name, and no other axis."""
     ring = jax.make_mesh((4,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     case = Case(4, batch=2, seq=3)
     (q, k, v), data = arrays(case, jnp.float32)

@@ -55,15 +55,15 @@ def test_a_gguf_is_a_source(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for options, words in (
-        (["--bound", "0"], "bound 0.0: it must be above 0"),
-        (["--max-tokens", "0"], "--max-tokens 0: compare on at least 1"),
-        (["--mesh.tensor", "4"], "does not divide kv_heads 2"),
+        (["--bound", "0"], "--bound 0.0: it must be above 0"),
+        (["--max-tokens", "0"], "--max-tokens 0: it must be at least 1"),
+        (["--mesh.tensor", "4"], "--mesh.tensor 4: it must divide kv_heads 2"),
     ):
         status, said = verify(folder, capsys, *options)
         assert status == 2 and words in said
     monkeypatch.setitem(sys.modules, "torch", None)
     status, said = verify(folder, capsys)
-    assert status == 2 and "takes PyTorch: pip install 'treering[torch]'" in said
+    assert status == 2 and "needs PyTorch: pip install 'treering[torch]'" in said
 
 
 def test_the_numbers() -> None:

@@ -1,7 +1,28 @@
-"""What every attention function asks of its arguments."""
+"""What every attention function requires of its arguments."""
+
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
+
+from treering.layers.attention.mask import Mask
+
+
+def check_mask(mask: Any) -> None:
+    """Raises ValueError, naming what to pass instead, where `mask` is not a `Mask`."""
+    if isinstance(mask, Mask):
+        return
+    if hasattr(mask, "shape"):
+        raise ValueError(
+            f"mask is an array of shape {mask.shape}: it must be a Mask. Pass documents and padding as segments, "
+            "the order of tokens as positions, and the rest as Mask(causal=..., window=...)"
+        )
+    raise ValueError(f"mask {mask!r}: it must be a Mask, such as Mask() (causal) or Mask(causal=False) (every key)")
+
+
+def divisors(size: int) -> str:
+    """The numbers that divide `size`, for error messages."""
+    return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
 
 
 def check_shapes(q: Array, k: Array, v: Array) -> None:
@@ -21,15 +42,14 @@ def check_shapes(q: Array, k: Array, v: Array) -> None:
         raise ValueError(f"q {q.shape} and k {k.shape} [batch seq heads head_dim] must share batch and head_dim")
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
-        works = divisors(heads)
         raise ValueError(
             f"kv_heads {kv_heads} does not divide heads {heads}: each key head serves an equal group of query heads "
-            f"(kv_heads that work: {works})"
+            f"(kv_heads that work: {divisors(heads)})"
         )
 
 
 def check_token_data(name: str, x: Array | None, batch: int, length: int) -> None:
-    """Raises ValueError where positions or segments are not one a token, or not int32 or int64."""
+    """Raises ValueError where positions or segments are not one per token, or not int32 or int64."""
     if x is None:
         return
     if x.shape != (batch, length):
@@ -37,8 +57,3 @@ def check_token_data(name: str, x: Array | None, batch: int, length: int) -> Non
         raise ValueError(f"{name} has shape {x.shape}: it must be {dims}, here {(batch, length)}")
     if x.dtype not in (jnp.int32, jnp.int64):
         raise ValueError(f"{name} has dtype {x.dtype}: it must be int32 or int64")
-
-
-def divisors(size: int) -> str:
-    """The numbers that divide `size`, for error messages."""
-    return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from treering.layers.attention.checks import check_shapes, check_token_data
+from treering.layers.attention.checks import check_mask, check_shapes, check_token_data
 from treering.layers.attention.mask import Mask, visible
 from treering.layers.attention.partial import Partial, statistics_dtype
 
@@ -26,6 +26,7 @@ def dense_partial(
     Raises ValueError, naming dims and sizes, where shapes do not fit each other.
     """
     check_shapes(q, k, v)
+    check_mask(mask)
     batch, seq, heads, head_dim = q.shape
     kv_seq, kv_heads = k.shape[1:3]
     check_token_data("q_positions", q_positions, batch, seq)

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from treering.layers.attention.checks import check_shapes, check_token_data
+from treering.layers.attention.checks import check_mask, check_shapes, check_token_data
 from treering.layers.attention.kernels import NO_WINDOW, BlockMask, Geometry, kernel_of_blocks
 from treering.layers.attention.kernels.tiles import Q_TILE
 from treering.layers.attention.mask import Mask
@@ -31,9 +31,9 @@ def local_attention(
     kv_segments: Int[Array, "..."] | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Partial:
-    """Attention of queries over the keys at hand: out in `out_dtype` (None for q's), lse in the statistics' dtype.
+    """Attention of queries over the keys given: out in `out_dtype` (None for q's), lse in the statistics' dtype.
 
-    A part that will be merged with others wants the statistics' dtype: rounded parts add up their errors.
+    Take the statistics' dtype for a part that will be merged with others: rounded parts add up their errors.
     Each key head serves heads / kv_heads query heads, in order. Positions and segments are `[batch seq]` and
     `[batch kv_seq]`; positions default to 0, 1, 2, ..., segments to one document. Works outside `shard_map` and inside
     (on a device's own arrays, without communication), under jit, grad and vmap; both outputs have gradients.
@@ -41,6 +41,7 @@ def local_attention(
     Raises ValueError, naming dims and sizes, where shapes do not fit each other.
     """
     check_shapes(q, k, v)
+    check_mask(mask)
     batch, seq, kv_seq = q.shape[0], q.shape[1], k.shape[1]
     for name, x, length in (
         ("q_positions", q_positions, seq),

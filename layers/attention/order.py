@@ -2,7 +2,7 @@
 
 An order says which tokens each rank holds, and in which places. `contiguous` gives each rank one run of tokens.
 `zigzag` cuts the sequence into 2 p chunks and gives rank r chunks r and 2 p - 1 - r, so that causal attention costs
-every rank the same. `striped` deals tokens in turn, token t to rank t mod p (arXiv 2311.09431): balanced at every
+every rank the same. `striped` gives token t to rank t mod p (arXiv 2311.09431): balanced at every
 length, and a sequence can grow without moving a token.
 """
 
@@ -22,7 +22,7 @@ AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
 def order_divisor(order: str, p: int) -> int:
     """What the length must be a multiple of, so that `p` ranks hold equal shares in `order`.
 
-    Raises ValueError for a name that is no order, and for less than one rank.
+    Raises ValueError for an unknown order, and for less than 1 rank.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: the orders are {', '.join(ORDERS)}")
@@ -94,10 +94,10 @@ def from_order(x: AnyArray, order: Order, p: int, *, dim: int = 1) -> AnyArray:
 
 
 def striped_token_at(starts: Int[Array, "batch"], p: int, length: int) -> Int[Array, "batch seq"]:
-    """Which token of a run stands at each place when runs of `length` tokens are dealt to `p` ranks, ranks in turn.
+    """The token at each place of runs of `length` tokens in striped order over `p` ranks, ranks in turn.
 
-    Row b's run begins at position `starts[b]`, and position t goes to rank t mod p, so a run that goes on where another
-    ended is in the same striped order. `length` is a multiple of p.
+    Row b's run begins at position `starts[b]`, and position t is on rank t mod p, so a run that continues another is in
+    the same striped order. `length` is a multiple of p.
     """
     ranks, places = jnp.arange(p, dtype=jnp.int32), jnp.arange(length // p, dtype=jnp.int32)
     first = (ranks[None, :] - starts[:, None]) % p
@@ -107,7 +107,7 @@ def striped_token_at(starts: Int[Array, "batch"], p: int, length: int) -> Int[Ar
 def striped_slot_of(
     starts: Int[Array, "batch"], p: int, length: int, tokens: Int[Array, "batch"]
 ) -> Int[Array, "batch"]:
-    """Where one token of each run stands: the inverse of `striped_token_at`."""
+    """The place of one token of each run: the inverse of `striped_token_at`."""
     return (starts + tokens) % p * (length // p) + tokens // p
 
 

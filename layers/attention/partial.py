@@ -1,6 +1,6 @@
 """Partial attention results and the merge that joins them.
 
-Attention over a set of keys is determined by two numbers a query and head: the output over those keys, and the log of
+Attention over a set of keys is determined by two values per query and head: the output over those keys, and the log of
 the sum of their exponentiated scores. Results over disjoint sets of keys merge; the merge is associative and
 commutative with an identity, so blockwise, ring and tree attention are folds of one operation in different orders
 (arXiv 2408.04093, section 4).
@@ -39,7 +39,7 @@ class Partial(eqx.Module):
 
 
 def weigh(lse: Float[Array, "*rows"], total: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """The share exp(lse - total) of a part in a whole; 0 for an empty part, without NaN in value or gradient."""
+    """The weight exp(lse - total) of a part in the total; 0 for an empty part, without NaN in value or gradient."""
     seen = lse > -jnp.inf
     return jnp.where(seen, jnp.exp(jnp.where(seen, lse - jnp.where(seen, total, 0), 0)), 0)
 
@@ -58,8 +58,8 @@ def merge(first: Partial, second: Partial) -> Partial:
 
 
 def _join(parts: Sequence[Partial]) -> Partial:
-    # Term by term: as a reduction over a stacked axis XLA's CPU backend takes the exponentials anew for each element of
-    # head_dim, at 30 to 60 times the cost.
+    # Term by term: as a reduction over a stacked axis XLA's CPU backend computes the exponentials again for each
+    # element of head_dim, at 30 to 60 times the cost.
     peak = jax.lax.stop_gradient(functools.reduce(jnp.maximum, (part.lse for part in parts)))
     peak = jnp.where(peak > -jnp.inf, peak, 0)
     weights = [jnp.exp(part.lse - peak) for part in parts]

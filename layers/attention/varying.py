@@ -16,8 +16,8 @@ def varying_axes(*trees: object) -> frozenset[str]:
 def vary_over(axes: frozenset[str], tree: T) -> T:
     """The tree with every leaf marked as varying over `axes` too.
 
-    The gradient of the mark is a sum over the axes that it added, so a value shared by devices gets their whole
-    gradient.
+    The gradient of the mark is a sum over the axes that it added, so a value shared by devices gets the
+    sum of their gradients.
     """
 
     def mark(leaf):

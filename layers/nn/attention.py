@@ -29,15 +29,15 @@ class AttentionOperation(Protocol):
         state: Any,
         layer: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Any]:
-        """Outputs in q's dtype, and the layer's state after these tokens.
+        """Outputs in q's dtype, and the state after these tokens.
 
-        `state` is that of one place in the pattern, stacked over layers, or None; `layer` says which of them.
+        `state` is that of one block of the pattern, stacked over its layers, or None; `layer` is the index of one.
         """
         ...
 
 
 class ForwardInfo(eqx.Module):
-    """What a forward pass knows beside its tokens: where each stands, and how they attend."""
+    """What a forward pass knows in addition to its tokens: their positions, and how they attend."""
 
     positions: Int[Array, "batch seq"]
     """Position of each token in its document; -1 for padding."""

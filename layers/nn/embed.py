@@ -13,10 +13,10 @@ from treering.layers.parallel.sharding import Plan, array_field
 
 
 class Embedding(eqx.Module):
-    """One vector a token."""
+    """One vector per token."""
 
     table: Any = array_field("vocab embed")
-    """An array, or a stored weight that is looked up and multiplied with by itself (`take`, `matmul`)."""
+    """An array, or a stored weight with methods `take` and `matmul`."""
 
     @staticmethod
     def init(vocab: int, embed: int, *, std: float = 0.02, key: PRNGKeyArray) -> "Embedding":
@@ -41,28 +41,31 @@ def lookup(
 ) -> Float[Array, "batch seq embed"]:
     """The rows of a table at `tokens`, in `dtype`.
 
-    Where the vocabulary is split, each device looks up the ids that it holds and one sum joins them: no device ever
-    gathers the vocabulary. An axis that splits tokens too deals out its sum by tokens.
+    Where the vocabulary is sharded, each device looks up the ids that it holds and one sum joins them: no device ever
+    gathers the vocabulary. Over an axis that shards tokens too, the sum is a reduce-scatter.
     """
     axes = plan.axes("vocab", table.shape[0], "parameters")
     if not axes:
         return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
     batch, seq = (plan.axes(dim, size) for dim, size in zip(("batch", "seq"), tokens.shape, strict=True))
-    dealt = tuple(axis for axis in seq if axis in axes)
-    whole = tuple(axis for axis in axes if axis not in dealt)
+    scattered = tuple(axis for axis in seq if axis in axes)
+    summed = tuple(axis for axis in axes if axis not in scattered)
 
     def per_device(table, ids):
         local = ids - jax.lax.axis_index(axes) * table.shape[0]
         held = (local >= 0) & (local < table.shape[0])
         found = jnp.take(table, jnp.where(held, local, 0), axis=0, mode="clip").astype(dtype)
         found = jnp.where(held[..., None], found, 0)
-        if dealt:
-            found = jax.lax.psum_scatter(found, dealt, scatter_dimension=1, tiled=True)
-        return jax.lax.psum(found, whole) if whole else found
+        if scattered:
+            found = jax.lax.psum_scatter(found, scattered, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(found, summed) if summed else found
 
     return jax.shard_map(
         per_device,
         mesh=plan.mesh,
-        in_specs=(PartitionSpec(axes, None), PartitionSpec(batch, tuple(axis for axis in seq if axis not in dealt))),
+        in_specs=(
+            PartitionSpec(axes, None),
+            PartitionSpec(batch, tuple(axis for axis in seq if axis not in scattered)),
+        ),
         out_specs=PartitionSpec(batch, seq, None),
     )(table, tokens)

@@ -1,9 +1,9 @@
-"""A matrix as a training step, or a long chunk of a prompt, multiplies by it.
+"""Sharded weights that are gathered while they are used: in a training step, and in a long chunk of a prompt.
 
-At rest a matrix is split over devices that also split the batch (arXiv 1910.02054, 2304.11277). `GatheredWeight` makes
-it whole only while a product runs, forward and again backward, so that nothing kept for the backward pass is a whole
-matrix; and it takes the gradient in a dtype of its own, so that devices and accumulation steps add up float32 numbers
-while the product itself runs in bfloat16.
+A matrix is sharded over devices that also split the batch (arXiv 1910.02054, 2304.11277). `GatheredWeight` gathers it
+only while a product runs, forward and again backward, so that nothing kept for the backward pass is a gathered matrix;
+and its gradient has a dtype of its own, so that devices and accumulation steps add up float32 numbers while the product
+itself runs in bfloat16.
 """
 
 import functools
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WeightSharding:
-    """Where a matrix lives: how it is split at rest, and while it multiplies."""
+    """How a matrix is stored, sharded, and how it is gathered to multiply."""
 
     plan: Plan
     dims: Dims
@@ -36,39 +36,36 @@ class WeightSharding:
 
     @property
     def sharded(self) -> PartitionSpec:
-        """How the matrix, and its gradient, are split at rest."""
+        """The sharding of the stored matrix, and of its gradient."""
         return self.plan.spec(self.dims, self.shape, "parameters")
 
     @property
     def gathered(self) -> PartitionSpec:
-        """How it is split while it multiplies: by heads, mlp or vocabulary, over tensor alone."""
+        """Its sharding while it multiplies: by heads, mlp or vocabulary, over tensor alone."""
         return self.plan.spec(self.dims, self.shape, "activations")
 
     def gather(self, value: Array) -> Array:
-        """The matrix as it multiplies: a gather over the axes that split it at rest only."""
+        """The gathered matrix."""
         return self.plan.constrain(value, self.dims)
 
     def shard(self, gradient: Array) -> Array:
-        """A gradient, split as the matrix is at rest."""
+        """A gradient, sharded as the stored matrix is."""
         return lax.with_sharding_constraint(gradient, self.plan.sharding(self.dims, self.shape, "parameters"))
 
     def reduce_scatter(self, gradient: Array) -> Array:
-        """Inside `shard_map`: the sum of the gradients that devices have from tokens of their own.
-
-        Each keeps the part that it holds at rest.
-        """
+        """Inside `shard_map`: the sum of the gradients from each device's tokens, sharded as the stored matrix is."""
         everywhere: set[Axis] = set()
         for place, (dim, size) in enumerate(zip(self.dims, self.shape, strict=True)):
-            whole, rest = self.plan.axes(dim, size, "activations"), self.plan.axes(dim, size, "parameters")
-            axes = tuple(axis for axis in rest if axis not in whole)
+            gathered, sharded = self.plan.axes(dim, size, "activations"), self.plan.axes(dim, size, "parameters")
+            axes = tuple(axis for axis in sharded if axis not in gathered)
             if axes:
                 gradient = lax.psum_scatter(gradient, axes, scatter_dimension=place, tiled=True)
-            everywhere.update(rest)
+            everywhere.update(sharded)
         others = tuple(sorted(varying_axes(gradient) - everywhere))
         return lax.psum(gradient, others) if others else gradient
 
     def vocab_axes(self) -> tuple[Axis, ...]:
-        """The axes that split the vocabulary of a table `vocab embed` while it is used."""
+        """The axes that shard the vocabulary of a gathered table `vocab embed`."""
         return self.plan.axes("vocab", self.shape[0])
 
 
@@ -94,7 +91,7 @@ class GatheredWeight(eqx.Module):
 
 
 def cast_matrices(model: T, dtype: jnp.dtype) -> T:
-    """The model with every matrix cast to `dtype`: once a step, before any is gathered."""
+    """The model with every matrix cast to `dtype`: once per step, before any is gathered."""
     return jax.tree.map(lambda dims, x: x.astype(dtype) if is_matrix(dims) else x, dims_of(model), model)
 
 
@@ -104,9 +101,9 @@ def gradient_slots(model: T, dtype: jnp.dtype) -> T:
 
 
 def gather_on_use(lowered: T, slots: T | None, plan: Plan) -> T:
-    """The model to run: its matrices as `GatheredWeight`s, its other arrays whole on every device.
+    """The model to run: its matrices as `GatheredWeight`s, its other arrays gathered.
 
-    `lowered` and `slots` are the same model from the functions of that name; without slots nothing has a gradient.
+    `lowered` is the model from `cast_matrices`, `slots` from `gradient_slots`; without slots nothing has a gradient.
     """
 
     def weight(dims: Dims, x: Array, slot: Array | None = None) -> Any:

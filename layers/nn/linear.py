@@ -24,7 +24,7 @@ class StoredWeight(Protocol):
 class InputsFirst(eqx.Module):
     """A weight stored `[*in_dims *out_dims]`. A `StoredWeight`.
 
-    XLA on CPU packs a weight anew for each product with more than one row. As it lies here that takes half the time.
+    XLA on CPU packs a weight again for each product with more than one row. In this order that takes half the time.
     """
 
     value: Float[Array, "..."] = array_field(lambda self: (*self.in_dims, *self.out_dims))
@@ -69,8 +69,10 @@ class Linear(eqx.Module):
         )
 
     def inputs_first(self) -> "Linear":
-        """The same map with its weight stored in dims first; also of maps stacked over layers. One that is stored in a
-        way of its own stays as it is."""
+        """The same map with its weight stored in dims first; also of maps stacked over layers.
+
+        A `StoredWeight` stays as it is.
+        """
         if not isinstance(self.weight, jax.Array):
             return self
         dims = range(self.weight.ndim)

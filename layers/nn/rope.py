@@ -14,7 +14,7 @@ from treering.configs.rope import DefaultRope, LinearRope, Llama3Rope, RopeConfi
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "pairs"]:
-    """Radians a position for each of `head_dim / 2` pairs, float32."""
+    """Radians per position for each of `head_dim / 2` pairs, float32."""
     # The power in float64, rounded once: numpy's float32 power is off by a bit for one frequency in six, and at
     # position 131071 a bit turns a head by 6e-3.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)

@@ -1,1 +1,5 @@
-"""The attention operations that a forward pass is given: over a training batch, over the paged KV cache, dense."""
+"""Attention operations of a forward pass, each a `layers.nn.attention.AttentionOperation`.
+
+`context` is that of training, `paged` that of the KV cache in `pool`, `dense` the definition. A new cache, or
+another way for queries to meet keys, is a module here.
+"""

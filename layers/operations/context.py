@@ -1,4 +1,4 @@
-"""The attention operation of training: keys from the whole context axis, documents apart."""
+"""The attention operation of training: keys from all of the context axis, documents apart."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class ContextAttention(eqx.Module):
     """
 
     segments: Int[Array, "batch kv_seq"]
-    """Documents of a row's tokens, whole on every device of the context axis: gathered once, not in each layer."""
+    """Documents of all of a row's tokens, on every device of the context axis: gathered once, not in each layer."""
     algorithm: ContextParallel = eqx.field(static=True)
 
     @staticmethod
@@ -67,5 +67,5 @@ class ContextAttention(eqx.Module):
 
 
 def _rows(plan: Plan, segments: Array) -> PartitionSpec:
-    """Rows split as those of a batch, each whole."""
+    """Rows sharded as those of a batch, replicated over their tokens."""
     return PartitionSpec(plan.axes("batch", segments.shape[0]) or None, None)

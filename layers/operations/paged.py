@@ -30,8 +30,8 @@ class PagedAttention(eqx.Module):
     The new tokens' keys and values are written first, each by the device that owns its position; then each device
     attends over its own slots of the filled pages, and one packed collective joins the partial results.
 
-    Where the plan spreads tokens over context, each device has those whose positions it owns. Queries then visit all
-    devices, and their partial results come home in one message (arXiv 2411.01783): what travels does not grow with what
+    Where the plan shards tokens over context, each device has those whose positions it owns. Queries then visit all
+    devices, and their partial results return in one message (arXiv 2411.01783): what travels does not grow with what
     the rows hold. In rows that held nothing keys travel instead, around a ring: with their values they are no more
     numbers than queries and results.
     """

@@ -1,8 +1,8 @@
 """The KV cache: a pool of pages, sharded over the context axis.
 
-Token t of a row lives on context device t mod p, in that device's local slot t // p, so every device holds an equal
-share of every row at every length. A page is the same `page_len` local slots on all p devices: `page_len * p`
-consecutive tokens. A row's page table says where its pages lie in the pool, so rows of any length share it and no
+Token t of a row is on context device t mod p, in that device's local slot t // p, so every device holds an equal
+part of every row at every length. A page is the same `page_len` local slots on all p devices: `page_len * p`
+consecutive tokens. A row's page table says which pages of the pool it has, so rows of any length share it and no
 program depends on which pages a row was given. Keys are stored rotated.
 
 The order in memory within a page is known to this module and the kernels of paged attention alone: `kv_heads head_dim
@@ -25,7 +25,7 @@ NO_PAGE = 2**31 - 1
 
 
 class PagePool(eqx.Module):
-    """Keys and values of all layers that share a place in the pattern."""
+    """Keys and values of all layers of one block of the pattern."""
 
     keys: Float[Array, "layers pages kv_heads head_dim kv_seq"] = array_field("layers pages kv_heads head_dim kv_seq")
     values: Float[Array, "layers pages kv_heads kv_seq head_dim"] = array_field("layers pages kv_heads kv_seq head_dim")
@@ -67,7 +67,7 @@ class PagePool(eqx.Module):
         """A layer's keys and values of one row in the order of its text, split over the context axis, 0 past `length`.
 
         `pages` are the row's, by group of devices: `NO_PAGE` in the groups that do not have the row, and past its last.
-        `tokens` is a size that `token_divisor` divides. One all-to-all deals the tokens.
+        `tokens` is a size that `token_divisor` divides. One all-to-all reorders the tokens.
         """
         devices = plan.size("context")
         local = tokens // devices
@@ -80,7 +80,7 @@ class PagePool(eqx.Module):
             both = jnp.where(own[:, None, None], both, 0)
             both = both.reshape(2, devices, local // devices, *both.shape[2:])
             both = lax.all_to_all(both, "context", 1, 1).swapaxes(1, 2).reshape(2, local, *both.shape[3:])
-            # From the group that has the row to all; as whole numbers, since -0.0 + 0.0 is 0.0.
+            # From the group that has the row to all; as integers, since -0.0 + 0.0 is 0.0.
             bits = lax.bitcast_convert_type(both, jnp.dtype(f"int{8 * both.dtype.itemsize}"))
             return tuple(lax.bitcast_convert_type(lax.psum(bits, ("data", "fsdp")), both.dtype))
 
@@ -141,7 +141,7 @@ class DecodeState(eqx.Module):
     """All that changes while rows of text grow."""
 
     pools: tuple[Any, ...]
-    """One state a place of the pattern (for attention a `PagePool`), stacked over layers."""
+    """One state per block of the pattern (for attention a `PagePool`), stacked over layers."""
     table: Int[Array, "batch row_pages"] = array_field("batch row_pages")
     lengths: Int[Array, "batch"] = array_field("batch")
     """Tokens that each row holds."""

@@ -1,7 +1,7 @@
-"""From dims to devices: every array declares its dims once, and a plan's rule table says what they become on a mesh.
+"""From dims to shardings: every array declares its dims once, and a plan's rule table says which mesh axes split them.
 
-Dims name what an array holds, mesh axes name how devices are laid out, and only this module knows both. Shardings of
-parameters, decode states, batches and restores all come from the same declarations.
+Shardings of parameters, decode states, batches and restored checkpoints all come from the same declarations. A new dim
+goes into `DIMS`, and into `RULES` where an axis splits it.
 """
 
 import math
@@ -14,6 +14,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from treering.configs import mesh as mesh_config
+from treering.configs.errors import UserError
 from treering.configs.mesh import AXES, Axis
 
 T = TypeVar("T")
@@ -41,8 +43,8 @@ class Dims(tuple[str, ...]):
 class Rule:
     """The mesh axes that split a dim.
 
-    `required_axes` must divide the dim. `optional_axes` are taken besides, in order, only where they divide it too:
-    they split work that would otherwise be repeated, so leaving them out costs time, never correctness.
+    `required_axes` must divide the dim. `optional_axes` are added, in order, only where they divide it too: they split
+    work that would otherwise be repeated, so leaving them out costs time, never correctness.
     """
 
     required_axes: tuple[Axis, ...] = ()
@@ -52,8 +54,8 @@ class Rule:
 _BATCH = Rule(("data", "fsdp"))
 _TENSOR = Rule(("tensor",))
 _CONTEXT = Rule(("context",))
-# One token in flight: each device should read only its share of the weights, so what attention hands on, the MLP and
-# the vocabulary are split over tensor x context (Helix, arXiv 2507.07120).
+# One token per row: each device should read only its part of the weights, so attention's output, the MLP and the
+# vocabulary are split over tensor x context (Helix, arXiv 2507.07120).
 _TENSOR_CONTEXT = Rule(("tensor",), optional_axes=("context",))
 _STATE = {"pages": _BATCH, "kv_seq": _CONTEXT}
 _DECODE: dict[Role, dict[str, Rule]] = {
@@ -95,8 +97,8 @@ RULES: dict[Table, dict[Role, dict[str, Rule]]] = {
             "vocab": Rule(optional_axes=("tensor",)),
         },
     },
-    # A long chunk of a prompt: its tokens are spread over context. At rest all is where decode has it, and a layer's
-    # weights are gathered while it runs.
+    # A long chunk of a prompt: its tokens are sharded over context. Stored weights are sharded as in decode, and a
+    # layer's are gathered while it runs.
     "prefill": {
         "activations": {
             "batch": _BATCH,
@@ -174,7 +176,7 @@ def unstacked(dims: Dims) -> Dims:
 def is_matrix(dims: Dims) -> bool:
     """Whether an array maps one space to another: a weight or a table, not a norm or a bias.
 
-    Told by what it declares, since a stacked norm and a bias over heads have as many dims as a weight. Heads and their
+    Its declaration says so, since a stacked norm and a bias over heads have as many dims as a weight. Heads and their
     `head_dim` are one space.
     """
     return len([dim for dim in unstacked(dims) if dim != "head_dim"]) > 1
@@ -182,7 +184,7 @@ def is_matrix(dims: Dims) -> bool:
 
 def divisors(size: int) -> str:
     """The axis sizes that divide `size`, for error messages."""
-    return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    return ", ".join(map(str, mesh_config.divisors(size)))
 
 
 def make_mesh(sizes: dict[Axis, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -194,10 +196,10 @@ def make_mesh(sizes: dict[Axis, int], devices: Sequence[Any] | None = None) -> M
 
 @dataclass(frozen=True)
 class Plan:
-    """A mesh and the rule table in force on it: the one object through which code meets devices."""
+    """A mesh and the rule table that is used on it: how code learns where arrays are."""
 
     mesh: _Mesh
-    """An abstract one has no devices: it is for shapes and shardings alone."""
+    """An abstract mesh, without devices, serves for shapes and shardings alone."""
     table: Table
 
     def size(self, *axes: Axis) -> int:
@@ -210,7 +212,7 @@ class Plan:
         Raises ValueError, listing the axis sizes that work, where a required axis does not divide it.
         """
         if dim not in DIMS:
-            raise ValueError(f"{dim!r} is no dim: the words are {' '.join(DIMS)}")
+            raise ValueError(f"{dim!r} is not a dim: the dims are {', '.join(DIMS)}")
         rule = RULES[self.table][role].get(dim, Rule())
         taken: list[Axis] = []
         count = 1
@@ -220,8 +222,12 @@ class Plan:
                 count *= here
                 taken.append(axis)
             elif axis in rule.required_axes:
-                raise ValueError(
-                    f"mesh.{axis} {here} does not divide {dim} {size}: sizes that work are {divisors(size // count)}"
+                what = f"{dim} {size}" if count == 1 else f"{size // count}, what other axes leave of {dim} {size}"
+                raise UserError(
+                    f"it must divide {what}",
+                    field=f"mesh.{axis}",
+                    value=here,
+                    works=mesh_config.divisors(size // count),
                 )
         return tuple(taken)
 
@@ -251,7 +257,7 @@ class Plan:
         return NamedSharding(self.mesh, self.spec(dims, shape, role))
 
     def constrain(self, x: Array, dims: str | tuple[str, ...]) -> Array:
-        """Tells the compiler where `x` lives, inside jit."""
+        """`x` with the sharding that its dims give, inside jit."""
         return jax.lax.with_sharding_constraint(x, self.sharding(dims, x.shape))
 
     def shardings(self, tree: T, role: Role) -> T:
@@ -267,7 +273,7 @@ class Plan:
         )
 
     def init(self, make: Callable[[], T], role: Role) -> T:
-        """Builds a tree straight onto its devices, under one jit, so that no device ever holds the whole."""
+        """Builds a tree sharded, under one jit: no device ever holds all of it."""
         shapes = eqx.filter_eval_shape(make)
         arrays, static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
         built = jax.jit(lambda: eqx.filter(make(), eqx.is_array), out_shardings=self.shardings(arrays, role))()

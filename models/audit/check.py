@@ -1,4 +1,4 @@
-"""What our own tests ask of an entry of the zoo, asked of a user's: does it build, shard, decode, and match?"""
+"""What our tests check of each size of the zoo, for a user's: does it build, shard, decode, and match?"""
 
 import importlib
 import json
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, replace
 from io import StringIO
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -20,15 +19,14 @@ from jaxtyping import Array, Float
 
 from treering.configs.mesh import AXES, Axis
 from treering.configs.model import ModelConfig
-from treering.configs.user_file import find_in_file
 from treering.layers.nn.attention import ForwardInfo
 from treering.layers.operations.paged import PagedAttention
 from treering.layers.parallel.sharding import Plan, Table, make_mesh
 from treering.models.audit.score import text_logits
-from treering.models.checkpoint.model import abstract_model, named_leaves
+from treering.models.checkpoint.model import abstract_arrays, abstract_model, named_leaves
 from treering.models.checkpoint.record import Record
 from treering.models.conversion.load import open_model
-from treering.models.families import families, family_of, named_sizes, read_hf_config
+from treering.models.families import families, family_of
 from treering.models.families.fields import Fields
 from treering.models.files import listing
 from treering.models.tokenizer import transformers
@@ -65,37 +63,9 @@ class Skipped(Exception):
     """Why a check cannot be made here."""
 
 
-def find_entry(name: str) -> ModelConfig:
-    """The config that `MODULE:CONFIG`, `path/to/file.py:CONFIG`, a config.json or a size of the zoo names.
-
-    Raises ValueError, or FileNotFoundError, where there is none.
-    """
-    if name in named_sizes():
-        return named_sizes()[name]
-    module, colon, attribute = name.rpartition(":")
-    if not colon:
-        if Path(name).exists() or name.endswith(".json"):
-            return read_hf_config(name)
-        raise ValueError(
-            f"{name} is no MODULE:CONFIG, no path/to/file.py:CONFIG, no config.json and no size of the zoo"
-        )
-    if module.endswith(".py"):
-        found = find_in_file(name, "config")
-    else:
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            file = Path(module.replace(".", "/") + ".py")
-            advice = f" (the file is {file}:{attribute})" if file.is_file() else ""
-            raise ValueError(f"{name} cannot be imported: {error}{advice}") from None
-    if not isinstance(found, ModelConfig):
-        raise ValueError(f"{name} is a {type(found).__name__}: a config is an instance of a ModelConfig")
-    return found
-
-
 def check(config: ModelConfig) -> Iterator[Finding]:
-    """All findings about `config`, each as soon as it is there; those that need a working model end with the first
-    that fails."""
+    """All findings about `config`, each as soon as it is made; a config without a family, or that does not
+    build, ends them."""
     steps: tuple[tuple[str, Callable[[ModelConfig], str]], ...] = (
         ("family", _family),
         ("build", _build),
@@ -136,13 +106,13 @@ def _build(config: ModelConfig) -> str:
     arrays = named_leaves(abstract_model(config))
     count = sum(math.prod(leaf.shape) for leaf in arrays.values())
     cache = config.kv_bytes_per_token(2)
-    return f"{count:,} parameters in {len(arrays)} arrays; {cache:,} bytes of keys and values a token in bfloat16"
+    return f"{count:,} parameters in {len(arrays)} arrays; {cache:,} bytes of keys and values per token in bfloat16"
 
 
 def _names(config: ModelConfig) -> str:
     ours, named = set(named_leaves(abstract_model(config))), set(families()[config.family].names(config))
     faults = [f"no name for {listing(sorted(ours - named))}"] if ours - named else []
-    faults += [f"names for what is not there: {listing(sorted(named - ours))}"] if named - ours else []
+    faults += [f"names for parameters that do not exist: {listing(sorted(named - ours))}"] if named - ours else []
     if faults:
         raise ValueError("; ".join(faults))
     return "every parameter has a tensor's name in Hugging Face's files"
@@ -177,7 +147,7 @@ def _same(config: ModelConfig, back: ModelConfig) -> None:
 
 def _shardings(config: ModelConfig) -> str:
     model = abstract_model(config)
-    arrays = eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    arrays = abstract_arrays(model)
     fits, refused = [], []
     for sizes in MESHES:
         name = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "1 device"
@@ -205,7 +175,7 @@ def abstract_plan(sizes: Mapping[Axis, int], table: Table) -> Plan:
 
 def tiny(config: ModelConfig) -> ModelConfig:
     """The same architecture, small enough to run in a moment: a whole pattern of blocks, and a part of one if the
-    model ends in one. Contexts and windows shrink so far that 40 tokens reach past them."""
+    model ends in one. Contexts and windows shrink so far that 40 tokens go beyond them."""
     period = len(abstract_model(config).blocks.pattern)
     changes: dict[str, Any] = {
         "vocab": min(config.vocab, 96),
@@ -235,7 +205,7 @@ def _ids(config: ModelConfig) -> list[int]:
 
 
 def _decoding(config: ModelConfig) -> str:
-    """A chunk of a prompt and then tokens one by one through a cache, beside all of them in one pass."""
+    """A chunk of a prompt and then tokens one by one through a cache, compared with all of them in one pass."""
     small, plan = tiny(config), _one_device()
     rng = np.random.default_rng(1)
     model = plan.init(lambda: families()[small.family].init(small, jax.random.key(0)), "parameters")
@@ -279,7 +249,7 @@ def _transformers(config: ModelConfig) -> str:
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
-        raise Skipped("comparing with transformers takes PyTorch: pip install 'treering[torch]'") from None
+        raise Skipped("comparing with transformers needs PyTorch: pip install 'treering[torch]'") from None
     library, small = transformers(), tiny(config)
     settings = json.loads(json.dumps(families()[small.family].to_hf(small)))
     model_type = settings.pop("model_type", None)
@@ -294,7 +264,7 @@ def _transformers(config: ModelConfig) -> str:
             drawn = 0.3 * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(drawn + 1 if name.endswith("norm.weight") else drawn)
         theirs = right(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
-        with redirect_stderr(StringIO()):  # two bars for a moment's work
+        with redirect_stderr(StringIO()):  # two progress bars for a moment's work
             right.save_pretrained(folder)
             plan = _one_device()
             ours = text_logits(open_model(folder).load(plan, None), plan, ids)

@@ -18,7 +18,7 @@ from treering.models.transformer import check_mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far two models' logits lie apart on a text."""
+    """How far apart two models' logits are on a text."""
 
     tokens: int
     scale: float
@@ -28,9 +28,9 @@ class Difference:
     mean: float
     """Of the absolute differences."""
     divergence: float
-    """KL divergence of our next-token distribution from the source's, in nats, the mean over tokens."""
+    """KL divergence of our next-token distribution from the source's, in nats per token, on average."""
     same_choice: float
-    """Share of tokens after which both find the same next one likeliest."""
+    """Share of tokens after which both find the same next one most likely."""
 
     def within(self, bound: float) -> bool:
         """Whether no logit differs by more than `bound`, or in proportion where logits are beyond 10."""
@@ -38,9 +38,9 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"{self.tokens} tokens: logits differ by {self.largest:.3g} at most and {self.mean:.3g} in the mean (they "
-            f"reach {self.scale:.3g}); KL divergence {self.divergence:.3g} nats a token; the likeliest next token is "
-            f"the same after {100 * self.same_choice:.1f}%"
+            f"{self.tokens} token{'' if self.tokens == 1 else 's'}: logits differ by {self.largest:.3g} at most and "
+            f"{self.mean:.3g} on average (they reach {self.scale:.3g}); KL divergence {self.divergence:.3g} nats per "
+            f"token; the most likely next token is the same after {100 * self.same_choice:.1f}%"
         )
 
 
@@ -85,15 +85,17 @@ def _transformers_logits(source: Path, ids: list[int], opened: OpenModel) -> np.
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
-        raise ValueError("comparing with transformers takes PyTorch: pip install 'treering[torch]'") from None
+        raise ValueError("comparing with transformers needs PyTorch: pip install 'treering[torch]'") from None
     if not source.exists():
-        raise FileNotFoundError(f"{source} does not exist: give the Hugging Face folder or GGUF file")
+        raise FileNotFoundError(
+            f"{source} does not exist: give the Hugging Face folder or GGUF file; names on the hub are not downloaded"
+        )
     options: dict[str, Any] = {}
     folder = source
     if source.is_file():
         if not isinstance(opened.config.rope, DefaultRope):
             raise ValueError(
-                f"{source} has scaled rotary frequencies, which transformers passes over in GGUF files: give the "
+                f"{source} has scaled rotary frequencies, which transformers ignores in GGUF files: give the "
                 "Hugging Face folder"
             )
         folder, options = source.parent, {"gguf_file": source.name}

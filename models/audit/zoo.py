@@ -1,4 +1,4 @@
-"""What the published sizes take."""
+"""What the published sizes need."""
 
 import math
 
@@ -14,9 +14,9 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def table() -> str:
-    """One line a size, those of plugins last: name, parameters, context, and bytes of keys and values that a token
-    leaves in a bfloat16 cache."""
-    rows = [("name", "parameters", "context", "KV bytes a token")]
+    """One line per size, those of plugins last: name, parameters, context, and bytes of keys and values per token in a
+    bfloat16 cache."""
+    rows = [("name", "parameters", "context", "KV bytes per token")]
     for name, config in named_sizes().items():
         rows.append(
             (

@@ -1,4 +1,4 @@
-"""Named arrays in a folder, written and read by orbax, and the hash that tells one set of weights from another.
+"""Named arrays in a folder, written and read by orbax.
 
 A parameter may be given as an array or as a `Deferred`, which is computed, written and freed before the next one: so a
 conversion holds one parameter at a time.
@@ -6,10 +6,8 @@ conversion holds one parameter at a time.
 
 import contextlib
 import json
-import logging
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of one file of an array: small enough that each device of a large mesh reads little more than its share."""
+"""Bytes of one file of an array: small enough that each device of a large mesh reads little more than its shards."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +70,18 @@ class _DeferredHandler(ocp.type_handlers.NumpyHandler):
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
-    """Writes `arrays` into an existing `folder`; the caller sees to it that nobody reads it before this returns.
+    """Writes `arrays` into an existing `folder`; the caller makes sure that nobody reads it before this returns.
 
-    Arrays are stored uncompressed in chunks, one folder a name, so that any sharding reads only what it needs.
+    Arrays are stored uncompressed in chunks, one folder per name, so that any sharding reads only what it needs.
     """
     array_handler().save(_epath(folder), args=save_arguments(arrays))
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
-    """The orbax handler that `write_arrays` uses; it can also write while the program goes on."""
-    # Of a write that fails orbax raises the first error. It logs that too, and Python tells of all its tasks' others.
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    """The orbax handler that `write_arrays` uses; it can also write in the background.
+
+    Of a write that fails it raises the first error; `quiet_orbax` keeps it from logging that and others, too.
+    """
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler()), (Deferred, _DeferredHandler())
     )
@@ -113,28 +110,28 @@ def _damage_as_value_error(folder: Path) -> Iterator[None]:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise
         message = " ".join(str(error).split())[:200]
-        raise ValueError(f"{folder} is damaged or not whole: convert or copy it again ({message})") from error
+        raise ValueError(f"{folder} is damaged or incomplete: convert or copy it again ({message})") from error
 
 
 def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every array in `folder`, as stored; each file of each array is there, with all its bytes.
 
-    Raises ValueError where that is not so. orbax would find it too, but many reads are under way by then, and they tell
-    of their failures on standard error.
+    Raises ValueError where that is not so. orbax would find it too, but with many reads in flight, which report their
+    failures on standard error.
     """
     with _damage_as_value_error(folder):
         return {array.name: _read_shape(array) for array in sorted(folder.iterdir()) if array.is_dir()}
 
 
 def _read_shape(array: Path) -> jax.ShapeDtypeStruct:
-    """From an array's folder: `.zarray`, which says how the chunks are, and a file a chunk (zarr, version 2)."""
+    """From an array's folder: `.zarray`, which says how the chunks are, and one file per chunk (zarr, version 2)."""
     try:
         layout = json.loads((array / ".zarray").read_text())
         shape, chunk, dtype = layout["shape"], layout["chunks"], np.dtype(layout["dtype"])
         counts = [-(-size // step) for size, step in zip(shape, chunk, strict=True)]
         chunk_bytes = math.prod(chunk) * dtype.itemsize
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"{array.name}/.zarray describes no array") from error
+        raise ValueError(f"{array.name}/.zarray does not describe an array") from error
     for place in np.ndindex(*counts):
         file = array / (".".join(map(str, place)) or "0")
         with file.open("rb") as opened:
@@ -149,8 +146,8 @@ def read_arrays(
 ) -> dict[str, jax.Array]:
     """The arrays of `folder`, each straight onto the sharding of its entry in `wanted`, in `dtype` or as stored.
 
-    With `least`, those with at least so many rows (entries of the first dim) are cut, or padded with zeros, to what is
-    wanted. Raises ValueError listing what is missing, unexpected or of another shape.
+    With `least`, arrays with at least that many rows (entries of the first dim) are cut, or padded with zeros, to what
+    is wanted. Raises ValueError listing what is missing, unexpected or of another shape.
     """
     stored = read_shapes(folder)
     faults = [f"missing {name}" for name in wanted if name not in stored]
@@ -171,7 +168,7 @@ def read_arrays(
         )
         for name, leaf in wanted.items()
     }
-    # Unbounded, all arrays would be read at once and stand in host memory twice. One shard must fit.
+    # Unbounded, all arrays would be read at once and be in host memory twice. One shard must fit.
     largest = max(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in wanted.values())
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + 8 * largest // 10**9)
     with _damage_as_value_error(folder):

@@ -1,4 +1,4 @@
-"""Folders that appear under their names when they are whole, written by one process at a time."""
+"""Folders that get their names when they are complete, written by one process at a time."""
 
 import contextlib
 import fcntl
@@ -10,16 +10,16 @@ from pathlib import Path
 
 
 def partial_folder(path: Path) -> Path:
-    """Where the folder `path` stands while it is being written."""
+    """Where the folder `path` is while it is being written."""
     return path.with_name(path.name + ".partial")
 
 
 @contextlib.contextmanager
 def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path]:
-    """The folder `path`.partial, in which all is written before it is renamed; no other process has it meanwhile.
+    """The folder `path`.partial, locked, in which the caller writes everything before it renames it.
 
-    It may hold what an earlier process left. `check` raises ValueError where something stands at `path` that may not be
-    replaced. A ValueError of the caller's removes the folder; what cannot be written is told of `path`.
+    It may hold what an earlier process left. `check` raises ValueError where `path` holds something that may not be
+    replaced. A ValueError of the caller's removes the folder; an OSError about it names `path` instead.
     """
     path = Path(path)
     check()
@@ -32,7 +32,7 @@ def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path
                 check()  # again: another process may have been here before
                 yield partial
             except ValueError as error:
-                if str(partial.resolve()) in str(error):  # as tensorstore tells of a full disk
+                if str(partial.resolve()) in str(error):  # how tensorstore reports a full disk
                     number = re.search(r"os_error_code='(\d+)'", str(error))
                     raise OSError(int(number[1]) if number else 5, str(error), str(partial)) from error
                 shutil.rmtree(partial, ignore_errors=True)
@@ -50,8 +50,8 @@ def written_beside(path: str | Path, check: Callable[[], None]) -> Iterator[Path
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, message: str) -> Iterator[None]:
-    """Raises ValueError, with the words `told`, where another process is in the same context with the file or folder
-    `path`, or renamed it."""
+    """Raises ValueError, with this `message`, where another process has locked the file or folder `path`, or renamed
+    it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -69,13 +69,13 @@ def exclusive_lock(path: Path, message: str) -> Iterator[None]:
 
 
 def empty(folder: Path) -> None:
-    """Removes all that a folder holds."""
+    """Removes everything in a folder."""
     for entry in folder.iterdir():
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def check_creatable(path: Path) -> None:
-    """Raises ValueError where `path` is no folder that can be written to, and can be made none."""
+    """Raises ValueError where `path` is not a folder that can be written to, and cannot become one."""
     parent = next(folder for folder in (path, *path.parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"{path} cannot be made: {parent} is no folder that can be written to")
+        raise ValueError(f"{path} cannot be created: {parent} is not a folder that can be written to")

@@ -1,4 +1,4 @@
-"""The hash that tells one set of weights from another, the same on every mesh; and whether weights are finite."""
+"""A hash of weights that is the same on every mesh; and whether weights are finite."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ _SEEDS = (0, 1)
 def is_finite(array: np.ndarray) -> bool:
     """Whether a contiguous array holds neither NaN nor infinity: numbers whose exponent has all its bits set.
 
-    Ten times as fast as `hash_array`, also for the dtypes that are not NumPy's own.
+    Ten times as fast as `hash_array`, for dtypes that NumPy lacks, too.
     """
     words = array.reshape(-1).view(f"uint{8 * array.dtype.itemsize}")
     exponent = np.array(np.inf, array.dtype).view(words.dtype)
@@ -36,9 +36,9 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 def hash_array(array: np.ndarray) -> str:
     """A 64-bit hash of shape, dtype and bits.
 
-    16-bit words are summed with weights that are the product of one odd number a dim, modulo 2^32, twice. Such a sum
-    may be taken in any order, so `hash_arrays` finds the same on every mesh, and no device gathers anything. It guards
-    against mistakes, not against malice.
+    16-bit words are summed with weights that are the product of one odd number per dim, modulo 2^32, twice. The sum
+    does not depend on the order, so `hash_arrays` finds the same on every mesh without gathering. It detects mistakes,
+    not malice.
     """
     words = np.ascontiguousarray(array).reshape(-1).view(_words(array.dtype))
     shape = (*array.shape, words.size // array.size)
@@ -57,7 +57,7 @@ def hash_array(array: np.ndarray) -> str:
 
 
 def hash_arrays(arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, str]:
-    """`hash_array` of each, computed where the arrays are; `shapes` are those without zeros that they are padded by."""
+    """`hash_array` of each, computed where the arrays are; `shapes` are without the zeros that pad them."""
     sums = _weighted_sums(dict(arrays))
     shapes = {name: array.shape for name, array in arrays.items()} if shapes is None else shapes
     return {name: _hash_text(array.dtype, shapes[name], sums[name]) for name, array in arrays.items()}
@@ -81,7 +81,7 @@ def _words(dtype: np.dtype) -> str:
 
 
 def _multipliers(shape: tuple[int, ...], dim: int, seed: int) -> np.ndarray:
-    """Odd pseudo-random numbers, one a place along a dim."""
+    """Odd pseudo-random numbers, one per index of a dim."""
     x = np.arange(shape[dim], dtype=np.uint64) + np.uint64((dim % len(shape) + 1) << 40) + np.uint64(seed << 56)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)

@@ -21,6 +21,7 @@ from treering.models.checkpoint.atomic_folder import check_creatable, empty, wri
 from treering.models.checkpoint.hashing import all_finite, fingerprint, hash_arrays
 from treering.models.checkpoint.record import RECORD, WEIGHTS, Record, read_record
 from treering.models.families import families
+from treering.models.files import copy_folder
 from treering.models.tokenizer import TOKENIZER
 from treering.models.transformer import Transformer
 
@@ -31,6 +32,11 @@ def abstract_model(config: ModelConfig) -> Transformer:
     return eqx.filter_eval_shape(lambda: family.init(config, jax.random.key(0)))
 
 
+def abstract_arrays(model: Transformer) -> Transformer:
+    """The shapes of an abstract model without what is not an array."""
+    return eqx.filter(model, _is_array)
+
+
 _IN_FILES = (("blocks.pattern.", "blocks.places."), ("blocks.tail.", "blocks.rest."))
 """Parts of a tree that have older names in files, and keep them: checkpoints and fingerprints stay what they are."""
 
@@ -38,13 +44,15 @@ _IN_FILES = (("blocks.pattern.", "blocks.places."), ("blocks.tail.", "blocks.res
 def named_leaves(tree: Any) -> dict[str, Any]:
     """The arrays (or shapes) of `tree` by their names in files: paths such as `blocks.places.0.attention.q.weight`."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, _is_array))
-    return {_name_in_files(jax.tree_util.keystr(path, simple=True, separator=".")): leaf for path, leaf in leaves}
+    return {path_in_files(path): leaf for path, leaf in leaves}
 
 
-def _name_in_files(path: str) -> str:
+def path_in_files(path: tuple[Any, ...]) -> str:
+    """The name in files of the array at a path of a tree."""
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
     for part, older in _IN_FILES:
-        path = path.replace(part, older)
-    return path
+        name = name.replace(part, older)
+    return name
 
 
 def _is_array(leaf: Any) -> bool:
@@ -83,13 +91,13 @@ def save_model(
     """
     arrays = named_leaves(model)
     if set(arrays) != set(named_leaves(abstract_model(model.config))):
-        raise ValueError("only a model in its stacked, plain form is saved")
+        raise ValueError("only a model in its stacked form is saved, not an unrolled one")
     with written_beside(path, lambda: check_destination(path, overwrite=overwrite)) as partial:
         empty(partial)
         (partial / WEIGHTS).mkdir()
         write_arrays(partial / WEIGHTS, arrays)
         if tokenizer_files is not None:
-            shutil.copytree(tokenizer_files, partial / TOKENIZER)
+            copy_folder(Path(tokenizer_files), partial / TOKENIZER)
         record = Record(
             config=model.config,
             dtype=main_dtype(arrays),
@@ -100,19 +108,19 @@ def save_model(
 
 
 def check_destination(path: str | Path, *, overwrite: bool) -> None:
-    """Raises ValueError where a checkpoint `path` cannot be made, or something stands there that may not be replaced:
-    only a checkpoint ever is."""
+    """Raises ValueError where a checkpoint `path` cannot be made, or would replace something that may not be replaced:
+    only a checkpoint may."""
     path = Path(path)
     if not path.exists():
         return check_creatable(path)
     if not overwrite:
         raise ValueError(f"{path} exists: choose another destination, or replace it with --overwrite")
     if not path.is_dir() or (any(path.iterdir()) and not (path / RECORD).is_file()):
-        raise ValueError(f"{path} is no checkpoint, so --overwrite does not replace it")
+        raise ValueError(f"{path} is not a checkpoint, so --overwrite does not replace it")
 
 
 def finish(partial: Path, path: str | Path, record: Record) -> None:
-    """Writes model.json into `partial` and renames it to `path`, replacing what stands there."""
+    """Writes model.json into `partial` and renames it to `path`, replacing what is there."""
     path = Path(path)
     (partial / RECORD).write_text(record.to_json())
     old = path.with_name(path.name + ".old")

@@ -2,8 +2,10 @@
 
 import sys
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from treering.configs.cli import Positional, parse
+from treering.configs.cli import Positional, metavar, parse
+from treering.configs.errors import UserError
 from treering.configs.mesh import MeshConfig
 
 TEXT = (
@@ -15,21 +17,21 @@ TEXT = (
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Compare a checkpoint with transformers' reading of its source: logits on a text, in float32.
+    """Compare a checkpoint with transformers on its source: logits on a text, in float32.
 
     Exit status 1 where they differ by more than the bound. Needs torch.
     """
 
-    checkpoint: Positional[str]
+    checkpoint: Positional[Annotated[str, metavar("CKPT")]]
     """Checkpoint folder."""
-    source: Positional[str]
+    source: Positional[Annotated[str, metavar("SRC")]]
     """The Hugging Face folder or GGUF file that it came from, or one that `treering export` wrote."""
     text: str = TEXT
     """Text to compare on; - reads standard input."""
     max_tokens: int = 256
-    """Compare on this many tokens of the text at most."""
+    """Compare on at most this many tokens of the text."""
     bound: float = 1e-3
-    """Largest difference of two logits that passes; in proportion where logits are beyond 10."""
+    """Largest difference of two logits that passes; larger in proportion where logits are beyond 10."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     cpu_devices: int | None = None
     """Simulate this many CPU devices."""
@@ -39,9 +41,9 @@ def main(arguments: list[str]) -> int:
     """Runs the command."""
     options = parse(VerifyOptions, arguments, program="treering verify")
     if not options.bound > 0:
-        raise ValueError(f"bound {options.bound}: it must be above 0")
+        raise UserError("it must be above 0", field="bound", value=options.bound)
     if options.max_tokens < 1:
-        raise ValueError(f"max_tokens {options.max_tokens}: compare on at least 1")
+        raise UserError("it must be at least 1", field="max_tokens", value=options.max_tokens)
     from treering.layers.parallel.devices import plan_for, simulate_cpu_devices
     from treering.models.audit.verify import verify
     from treering.models.conversion.load import open_model

@@ -7,7 +7,7 @@ from treering.configs.cli import parse
 
 @dataclass(frozen=True, kw_only=True)
 class ZooOptions:
-    """List the published sizes: parameters, context, and bytes of keys and values a token in a bfloat16 cache."""
+    """List the published sizes: parameters, context, and bytes of keys and values per token in a bfloat16 cache."""
 
 
 def main(arguments: list[str]) -> int:

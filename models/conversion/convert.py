@@ -1,8 +1,7 @@
-"""From a Hugging Face folder, a folder of Meta's or a GGUF file to a checkpoint, one parameter at a time."""
+"""From a Hugging Face folder, a Meta folder or a GGUF file to a checkpoint, one parameter at a time."""
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -11,12 +10,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from treering.configs.errors import UserError
 from treering.configs.model import ModelConfig
 from treering.models.checkpoint.arrays import DTYPES, Deferred, write_arrays
 from treering.models.checkpoint.atomic_folder import empty, written_beside
 from treering.models.checkpoint.hashing import fingerprint, hash_array
 from treering.models.checkpoint.model import check_destination, finish, main_dtype
 from treering.models.checkpoint.record import WEIGHTS, Record
+from treering.models.files import copy_folder
 from treering.models.formats.match import Parameter, fill, match
 from treering.models.formats.open import open_source, read_source_config
 from treering.models.formats.source import Source
@@ -36,13 +37,13 @@ def convert(
 ) -> None:
     """Writes the weights and the tokenizer at `src` as a checkpoint at `dst`.
 
-    Parameters keep their dtype, or are cast to `dtype`; `ignore_fields` names fields of config.json to go on without.
-    What a broken-off conversion of the same files left behind is continued. Raises ValueError and FileNotFoundError
-    with one line for what is missing, unexpected or not supported, before anything is written; and for numbers that are
-    not finite, of which nothing is left.
+    Parameters keep their dtype, or are cast to `dtype`; `ignore_fields` names fields of config.json that are ignored.
+    An interrupted conversion of the same files is resumed. Raises ValueError and FileNotFoundError with one line for
+    what is missing, unexpected or not supported, before anything is written; and for numbers that are not finite, after
+    which what was written is removed.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r}: the known ones are {', '.join(DTYPES)}")
+        raise UserError("it is not known", field="dtype", value=dtype, works=DTYPES)
     check = partial(check_destination, dst, overwrite=overwrite)
     check()
     source = open_source(src)
@@ -53,7 +54,7 @@ def convert(
         _save_tokenizer(source, config, Path(scratch))
         with written_beside(dst, check) as unfinished:
             hashes = _resume(unfinished, identity)
-            shutil.copytree(scratch, unfinished / TOKENIZER, dirs_exist_ok=True)
+            copy_folder(Path(scratch), unfinished / TOKENIZER)
             _write_weights(parameters, unfinished, identity, hashes)
             (unfinished / JOURNAL).unlink()
             record = Record(
@@ -66,7 +67,7 @@ def convert(
 
 
 def _resume(unfinished: Path, identity: str) -> dict[str, str]:
-    """Hashes of the parameters that stand in `unfinished` already; empties it if they are of another source."""
+    """Hashes of the parameters that are in `unfinished` already; empties it if they are of another source."""
     try:
         journal = json.loads((unfinished / JOURNAL).read_text())
         if journal["identity"] == identity:
@@ -81,7 +82,7 @@ def _resume(unfinished: Path, identity: str) -> dict[str, str]:
 def _save_tokenizer(source: Source, config: ModelConfig, folder: Path) -> None:
     """Raises ValueError for a tokenizer that cannot be read or has tokens without an embedding."""
     if not source.save_tokenizer(folder):
-        print(f"{source.fields.name}: there is no tokenizer beside it, so the checkpoint has none", file=sys.stderr)
+        print(f"{source.fields.name}: there is no tokenizer next to it, so the checkpoint has none", file=sys.stderr)
         return
     tokenizer = Tokenizer.from_folder(folder, origin=source.fields.name)
     size = tokenizer.vocab_size
@@ -89,7 +90,7 @@ def _save_tokenizer(source: Source, config: ModelConfig, folder: Path) -> None:
     if tokenizer.text_vocab_size > config.vocab:
         raise ValueError(message)
     if size > config.vocab:
-        print(f"{message}: those beyond it are special tokens, which a prompt must not hold", file=sys.stderr)
+        print(f"{message}: those beyond it are special tokens, which a prompt must not contain", file=sys.stderr)
 
 
 def _write_weights(

@@ -5,31 +5,29 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-import jax
 import numpy as np
 
+from treering.configs.errors import UserError
 from treering.configs.model import ModelConfig
-from treering.layers.parallel.sharding import Dims, dims_of, unstacked
 from treering.models.checkpoint.arrays import DTYPES, read_array, read_shapes
 from treering.models.checkpoint.atomic_folder import check_creatable, empty, written_beside
 from treering.models.checkpoint.hashing import fingerprint, hash_array
-from treering.models.checkpoint.model import abstract_model, named_leaves
 from treering.models.checkpoint.record import RECORD, WEIGHTS, Record, read_record
+from treering.models.checkpoint.tensors import TensorStack, stacked_tensors
 from treering.models.families import families
-from treering.models.files import listing
+from treering.models.files import copy_folder, listing
 from treering.models.formats.safetensors_writer import SafetensorsWriter
 from treering.models.progress import byte_progress
 from treering.models.tokenizer import TOKENIZER, Tokenizer
 
 SHARD_BYTES = 5 * 10**9
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout")
-"""Fields of the source's config.json that say nothing of the arithmetic, but that other tools read."""
+"""Fields of the source's config.json that do not change the arithmetic, but that other tools read."""
 
 
 def export(
@@ -37,46 +35,46 @@ def export(
 ) -> None:
     """Writes the checkpoint as a Hugging Face `folder`, in the dtype that it is stored in.
 
-    Weights are one file, or several of up to `shard_bytes` with an index. The folder appears under its name when it is
-    whole. Raises what `read_record` does, and ValueError where the folder exists and `overwrite` is False, where it may
-    not be replaced, and where the weights are not those that model.json describes.
+    Weights are one file, or several of up to `shard_bytes` with an index. The folder gets its name when it is complete.
+    Raises what `read_record` does, and ValueError where the folder exists and `overwrite` is False, where it may not be
+    replaced, and where the weights are not those that model.json describes.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
     if shard_bytes < 1:
-        raise ValueError(f"a shard of {shard_bytes} bytes: it holds at least 1")
+        raise UserError("a file holds at least 1 byte", field="shard_bytes", value=shard_bytes)
     record = read_record(checkpoint)
-    with written_beside(folder, lambda: _check_destination(checkpoint, folder, overwrite=overwrite)) as partial:
-        empty(partial)
-        write_settings(checkpoint / TOKENIZER, partial, record)
-        _write_weights(checkpoint, partial, record, shard_bytes)
+    with written_beside(folder, lambda: _check_destination(checkpoint, folder, overwrite=overwrite)) as unfinished:
+        empty(unfinished)
+        write_settings(checkpoint / TOKENIZER, unfinished, record)
+        _write_weights(checkpoint, unfinished, record, shard_bytes)
         old = folder.with_name(folder.name + ".old")
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(folder, old)
-        os.replace(partial, folder)
+        os.replace(unfinished, folder)
         shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_destination(checkpoint: Path, folder: Path, *, overwrite: bool) -> None:
     here, there = checkpoint.resolve(), folder.resolve()
     if here == there or here in there.parents or there in here.parents:
-        raise ValueError(f"{folder} lies in the checkpoint {checkpoint} or around it: choose another destination")
+        raise ValueError(f"{folder} is in the checkpoint {checkpoint}, or holds it: choose another destination")
     if not folder.exists():
         return check_creatable(folder)
     if not overwrite:
         raise ValueError(f"{folder} exists: choose another destination, or replace it with --overwrite")
     ours = folder.is_dir() and (folder / "config.json").is_file() and not (folder / RECORD).exists()
     if not ours and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} is no Hugging Face folder, so --overwrite does not replace it")
+        raise ValueError(f"{folder} is not a Hugging Face folder, so --overwrite does not replace it")
 
 
 def write_settings(tokenizer: Path, target: Path, record: Record) -> None:
-    """All that is not weights: config.json, generation_config.json, tokenizer files and chat templates.
+    """Writes all that is not weights: config.json, generation_config.json, tokenizer files and chat templates.
 
     `tokenizer` is the checkpoint's folder of them, which may be missing.
     """
     if tokenizer.is_dir():
-        shutil.copytree(tokenizer, target, dirs_exist_ok=True)
+        copy_folder(tokenizer, target)
     carried = _carried(target)
     config = hf_config(record.config, record.dtype) | carried
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -103,67 +101,49 @@ def _carried(folder: Path) -> dict[str, Any]:
 
 def _write_weights(checkpoint: Path, target: Path, record: Record, shard_bytes: int) -> None:
     """Raises ValueError where what `checkpoint` holds is not what its model.json says."""
-    parameters = _parameters(checkpoint, record.config)
-    shapes = {tensor: (p.shape, p.dtype) for p in parameters.values() for tensor in p.tensors}
+    stacks = stacked_tensors(record.config)
+    dtypes = _check_weights(checkpoint, stacks)
+    shapes = {
+        tensor: (joined_heads(stack.dims, stack.tensor_shape), dtypes[name])
+        for name, stack in stacks.items()
+        for tensor in stack.names
+    }
     writer = SafetensorsWriter(target, dict(sorted(shapes.items(), key=_file_order)), shard_bytes=shard_bytes)
     hashes: dict[str, str] = {}
     with byte_progress() as progress:
         total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
         task = progress.add_task("exporting", total=total)
-        for name, parameter in parameters.items():
-            hashes[name] = _write_parameter(
-                parameter, checkpoint / WEIGHTS, name, writer, lambda count: progress.advance(task, count)
-            )
+        for name, stack in stacks.items():
+            read = partial(read_array, checkpoint / WEIGHTS, name, dtypes[name])
+            hashes[name] = _write_tensors(stack, read, writer, lambda count: progress.advance(task, count))
     if fingerprint(hashes.items()) != record.fingerprint:
-        raise ValueError(f"{checkpoint} is damaged: its weights are not those whose fingerprint stands in {RECORD}")
+        raise ValueError(f"{checkpoint} is damaged: its weights are not those whose fingerprint is in {RECORD}")
 
 
-def _write_parameter(
-    parameter: "_Parameter", weights: Path, name: str, writer: SafetensorsWriter, advance: Callable[[int], None]
+def _write_tensors(
+    stack: TensorStack, read: Callable[[], np.ndarray], writer: SafetensorsWriter, advance: Callable[[int], None]
 ) -> str:
-    """Writes one parameter's tensors and returns its hash; a function of its own, so that the next one finds room."""
-    array = read_array(weights, name, parameter.dtype)
-    parts = array if parameter.stacked else array[None]
-    for tensor, part in zip(parameter.tensors, parts, strict=True):
+    """Writes one array's tensors and returns its hash; the array is freed before the next one is read."""
+    array = read()
+    for tensor, part in zip(stack.names, array if stack.stacked else array[None], strict=True):
         writer.write(tensor, part)
         advance(part.nbytes)
     return hash_array(array)
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    """The Hugging Face tensors that one array of the checkpoint becomes."""
-
-    tensors: tuple[str, ...]
-    shape: tuple[int, ...]
-    """Of each of them."""
-    dtype: np.dtype
-    stacked: bool
-
-
-def _parameters(checkpoint: Path, config: ModelConfig) -> dict[str, _Parameter]:
-    model = abstract_model(config)
-    arrays = named_leaves(model)
-    shapes = eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    dims = dict(zip(arrays, jax.tree.leaves(dims_of(shapes), is_leaf=lambda leaf: isinstance(leaf, Dims)), strict=True))
+def _check_weights(checkpoint: Path, wanted: Mapping[str, TensorStack]) -> dict[str, np.dtype]:
+    """The dtypes of the arrays that the checkpoint holds; raises ValueError where they are not the wanted ones."""
     stored = read_shapes(checkpoint / WEIGHTS)
-    faults = [f"missing {name}" for name in arrays if name not in stored]
-    faults += [f"unexpected {name}" for name in stored if name not in arrays]
+    faults = [f"missing {name}" for name in wanted if name not in stored]
+    faults += [f"unexpected {name}" for name in stored if name not in wanted]
     faults += [
-        f"{name} has shape {stored[name].shape} instead of {leaf.shape}"
-        for name, leaf in arrays.items()
-        if name in stored and stored[name].shape != leaf.shape
+        f"{name} has shape {stored[name].shape} instead of {stack.shape}"
+        for name, stack in wanted.items()
+        if name in stored and stored[name].shape != stack.shape
     ]
     if faults:
         raise ValueError(f"{checkpoint} does not hold the weights that its {RECORD} describes: {listing(faults)}")
-    found = {}
-    for name, pattern in families()[config.family].names(config).items():
-        stacked = "{layer}" in pattern
-        layers = model.layers_at(int(name.split(".")[2])) if stacked else [0]
-        tensors = tuple(pattern.format(layer=layer) for layer in layers)
-        shape = joined_heads(unstacked(dims[name]), arrays[name].shape[1 if stacked else 0 :])
-        found[name] = _Parameter(tensors, shape, DTYPES[str(stored[name].dtype)], stacked)
-    return found
+    return {name: DTYPES[str(stored[name].dtype)] for name in wanted}
 
 
 def joined_heads(dims: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:

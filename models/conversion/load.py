@@ -1,6 +1,5 @@
-"""Models to run, wherever they lie: a checkpoint of ours, a folder of Hugging Face's or Meta's, or a GGUF file."""
+"""Models to run: a checkpoint, a Hugging Face folder, a Meta folder, or a GGUF file."""
 
-import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,8 @@ from treering.configs.model import ModelConfig
 from treering.layers.parallel.sharding import Plan
 from treering.models.checkpoint.arrays import DTYPES
 from treering.models.checkpoint.model import abstract_model, load_model, named_leaves
-from treering.models.checkpoint.record import CHECKPOINTS, RECORD, WEIGHTS, read_record
+from treering.models.checkpoint.record import RECORD, WEIGHTS, check_no_run, read_record
+from treering.models.files import copy_folder
 from treering.models.formats.match import Parameter, fill, match
 from treering.models.formats.meta import PARAMS
 from treering.models.formats.open import open_source, read_source_config
@@ -30,9 +30,9 @@ class OpenModel:
     """A model on disk, of which only the configuration has been read."""
 
     name: str
-    """Where it lies, as it was asked for."""
+    """Where it is, as it was asked for."""
     identity: str
-    """Another for other weights."""
+    """Differs for other weights."""
     config: ModelConfig
     load: Callable[[Plan, str | None], Transformer]
     """The model, stacked, each parameter on its devices of a plan; cast to a dtype, or as stored where it is None."""
@@ -43,13 +43,17 @@ class OpenModel:
 
 
 def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> OpenModel:
-    """The model at `path`; `ignore_fields` names fields of a foreign config.json to go on without.
+    """The model at `path`; `ignore_fields` names fields of a foreign config.json that are ignored.
 
     Raises what `read_record` does for what looks like a checkpoint, and what `open_source` does for the rest.
     """
     folder = Path(path)
-    if (folder / CHECKPOINTS).is_dir() or (folder / "model" / RECORD).is_file():
-        raise ValueError(f"{path} is a run, or a step of one: give {CHECKPOINTS}/STEP/model in it, which is its model")
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist: give a checkpoint, a Hugging Face folder, a Meta folder or a GGUF file (to train "
+            "from, also the folder of a run); names on the Hugging Face hub are not downloaded"
+        )
+    check_no_run(folder)
     foreign = folder.is_file() or any((folder / name).is_file() for name in ("config.json", PARAMS))
     if not foreign or (folder / RECORD).exists() or (folder / WEIGHTS).is_dir():
         record = read_record(folder)
@@ -76,7 +80,7 @@ def open_model(path: str | Path, *, ignore_fields: Collection[str] = ()) -> Open
 def load_source(source: Source, config: ModelConfig, plan: Plan, dtype: str | None = None) -> Transformer:
     """The model of tensors that other tools wrote, without a checkpoint in between.
 
-    One parameter at a time stands in host memory and goes to its devices. Raises ValueError as a conversion would.
+    Parameters go through host memory to their devices one at a time. Raises ValueError as a conversion would.
     """
     arrays, static = eqx.partition(abstract_model(config), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     shardings = _shardings(plan, arrays)
@@ -113,10 +117,10 @@ def _tokenizer_of(source: Source) -> Tokenizer:
 
 def _copy_tokenizer(checkpoint: Path, folder: Path) -> None:
     Tokenizer.load(checkpoint)
-    shutil.copytree(checkpoint / TOKENIZER, folder, dirs_exist_ok=True)
+    copy_folder(checkpoint / TOKENIZER, folder)
 
 
 def _save_tokenizer_of(source: Source, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not source.save_tokenizer(folder):
-        raise ValueError(f"{source.fields.name} has no tokenizer beside it: text goes through one")
+        raise ValueError(f"{source.fields.name} has no tokenizer next to it, and text needs one")

@@ -4,6 +4,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from treering.configs.errors import UserError
+
 _REQUIRED = object()
 
 HARMLESS = frozenset(
@@ -19,7 +21,7 @@ HARMLESS = frozenset(
 
 
 class Fields:
-    """config.json, and which of its fields were looked at."""
+    """config.json, and which of its fields were read."""
 
     def __init__(self, raw: Mapping[str, Any], name: str, keys: Mapping[str, str] | None = None):
         self.raw = raw
@@ -43,27 +45,27 @@ class Fields:
         return other
 
     def take(self, field: str, default: Any = _REQUIRED) -> Any:
-        """The value of a field; raises ValueError where it is absent and has no default. null counts as absent."""
+        """The value of a field; raises UserError where it is absent and has no default. null counts as absent."""
         self._known.add(field)
         value = self.raw.get(field)
         if value is not None:
             return value
         if default is _REQUIRED:
-            raise ValueError(f"{self.name} lacks {self.keys.get(field, field)!r}")
+            raise UserError("it is missing", field=self.called(field), file=self.name)
         return default
 
     def integer(self, field: str, default: Any = _REQUIRED) -> Any:
         """`take`, for a whole number."""
         value = self.take(field, default)
         if value is not default and (isinstance(value, bool) or not isinstance(value, int)):
-            raise self._refused(field, "it must be a whole number")
+            raise self.refused(field, "it must be a whole number")
         return value
 
     def count(self, field: str, default: Any = _REQUIRED) -> Any:
         """`integer`, for one that is at least 1."""
         value = self.integer(field, default)
         if value is not default and value < 1:
-            raise self._refused(field, "it must be at least 1")
+            raise self.refused(field, "it must be at least 1")
         return value
 
     def number(self, field: str, default: Any = _REQUIRED) -> Any:
@@ -71,37 +73,44 @@ class Fields:
         value = self.take(field, default)
         proper = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if value is not default and not proper:
-            raise self._refused(field, "it must be a number")
+            raise self.refused(field, "it must be a number")
         return value
 
     def flag(self, field: str, default: Any = _REQUIRED) -> Any:
         """`take`, for true or false."""
         value = self.take(field, default)
         if value is not default and not isinstance(value, bool):
-            raise self._refused(field, "it must be true or false")
+            raise self.refused(field, "it must be true or false")
         return value
 
     def only(self, field: str, *neutral: Any, why: str = "this family does not compute it") -> None:
-        """Raises ValueError where a field that changes the arithmetic has a value other than the `neutral` ones."""
+        """Raises UserError where a field that changes the arithmetic has a value other than the `neutral` ones."""
         value = self.take(field, None)
         if value is not None and value not in neutral:
-            works = " or ".join(["absent", *(repr(value) for value in neutral)])
-            raise self._refused(field, f"{why} (supported: {works})")
+            raise self.refused(field, why, works=("absent", *neutral))
 
-    def _refused(self, field: str, rule: str) -> ValueError:
-        return ValueError(f"{self.name} has {self.keys.get(field, field)} {self.raw[field]!r}: {rule}")
+    def called(self, field: str) -> str:
+        """What the file itself calls a field."""
+        return self.keys.get(field, field)
+
+    def refused(self, field: str, rule: str, works: Collection[object] = ()) -> UserError:
+        """The error that names the file, the field, its value, the rule that it breaks, and values that work."""
+        return UserError(rule, field=self.called(field), value=self.raw.get(field), works=works, file=self.name)
 
     def finish(self, ignore: Collection[str] = ()) -> None:
-        """Raises ValueError listing the fields that nobody looked at and `ignore` does not name, or those that it names
+        """Raises UserError listing the fields that were not read and `ignore` does not name, or those that it names
         without effect."""
         if useless := ", ".join(sorted(set(ignore) - (set(self.raw) - self._known))):
-            raise ValueError(
-                f"ignore_fields {useless}: {self.name} has no such field, or it is known here and cannot be ignored"
+            raise UserError(
+                f"{self.name} has no such field, or it is known here and cannot be ignored",
+                field="ignore_fields",
+                value=useless,
             )
         unknown = sorted(field for field in set(self.raw) - self._known - set(ignore) if self.raw[field] is not None)
         if unknown:
             names = ",".join(unknown)
-            raise ValueError(
-                f"{self.name} has fields that are not known here and may change the arithmetic: {', '.join(unknown)} "
-                f"(treering convert --ignore-fields {names} goes on without them)"
+            raise UserError(
+                f"it has fields that are not known here and may change the arithmetic: {', '.join(unknown)} "
+                f"(treering convert --ignore-fields {names} ignores them)",
+                file=self.name,
             )

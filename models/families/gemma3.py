@@ -1,7 +1,7 @@
 """Gemma 3, the text model: five layers that see a window to one that sees all, each kind with rotary angles of its own.
 
-A norm stands before and after both attention and MLP, and on each head's query and key; norms multiply by one more than
-their weight, and embeddings are multiplied by the square root of their size.
+There are norms before and after both attention and MLP, and on each head's query and key. Norms multiply by 1 + weight,
+and embeddings are multiplied by the square root of their size.
 """
 
 import functools
@@ -179,18 +179,17 @@ def from_hf(fields: Fields) -> Gemma3Config:
 
 
 def _period(fields: Fields, layers: int) -> int:
-    """How many layers lie between one global layer and the next; raises ValueError where the kinds do not repeat."""
+    """How many layers one global layer is after the last; raises UserError where the kinds do not repeat."""
     pattern = fields.integer("_sliding_window_pattern", fields.integer("sliding_window_pattern", 6))
     kinds = fields.take("layer_types", None)
     if kinds is None:
         return pattern
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"{fields.name} has layer_types {kinds!r}: they must be a list of {layers} words")
+        raise fields.refused("layer_types", f"it must be a list of {layers} strings")
     period = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else max(pattern, layers + 1)
     if kinds != _kinds(period, layers):
-        raise ValueError(
-            f"{fields.name} has layer_types {kinds!r}: supported are runs of {_LOCAL!r}, all of one length, with one "
-            f"{_GLOBAL!r} after each"
+        raise fields.refused(
+            "layer_types", f"only runs of {_LOCAL!r} of equal length, each with one {_GLOBAL!r} after it, are supported"
         )
     return period
 

@@ -1,4 +1,4 @@
-"""Llama: the shared architecture, once a layer."""
+"""Llama: the shared architecture, the same in every layer."""
 
 from collections.abc import Mapping
 from typing import Any

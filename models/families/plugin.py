@@ -14,4 +14,6 @@ def load_plugin(path: str | Path) -> None:
     before = set(families())
     _, new = import_file(path)
     if new and set(families()) == before:
-        raise ValueError(f"{path} registers no family: a plugin calls models.families.register_family(Family(...))")
+        raise ValueError(
+            f"{path} registers no family: a plugin calls treering.models.families.register_family(Family(...))"
+        )

@@ -45,13 +45,13 @@ def from_hf(fields: Fields) -> Qwen2Config:
 
 
 def refuse_windows(fields: Fields) -> None:
-    """Qwen's files speak of windows that no published dense model turns on; raises ValueError where one does."""
+    """Raises UserError where a window is on: Qwen's files have fields for one, which no published dense model uses."""
     fields.only("use_sliding_window", False)
     for name in ("sliding_window", "max_window_layers"):
         fields.take(name, None)
     kinds = fields.take("layer_types", None)
     if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
-        raise ValueError(f"{fields.name} has layer_types {kinds!r}: only 'full_attention' is supported in each layer")
+        raise fields.refused("layer_types", "only 'full_attention' is supported, in each layer")
 
 
 def to_hf(config: Qwen2Config) -> dict[str, Any]:

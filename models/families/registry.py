@@ -1,6 +1,5 @@
 """What a family of models is, and the one table of families."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
+from treering.configs.errors import UserError
 from treering.configs.model import ModelConfig
 from treering.configs.zoo import ZOO
 from treering.models.families.fields import Fields
@@ -17,7 +17,7 @@ from treering.models.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """All that the rest of the project needs of a family."""
+    """All that the rest of the project needs to know of a family."""
 
     name: str
     config_class: type[ModelConfig]
@@ -30,11 +30,11 @@ class Family:
     to_hf: Callable[[Any], dict[str, Any]]
     """config to config.json."""
     names: Callable[[Any], Mapping[str, str]]
-    """Our parameter paths to Hugging Face tensor names, `{layer}` standing for the layer's number."""
+    """Our parameter paths to Hugging Face tensor names, with `{layer}` for the number of the layer."""
     inside: tuple[str, ...] = ()
     """The `model_type` values of larger models whose `text_config` is of this family, and whose text model is read."""
     sizes: Mapping[str, ModelConfig] = field(default_factory=dict)
-    """Sizes with the names under which `treering zoo` lists them; those of this repository stand in `configs.zoo`."""
+    """Sizes with the names under which `treering zoo` lists them; those of this repository are in `configs.zoo`."""
 
 
 _THEIRS = {
@@ -44,9 +44,12 @@ _THEIRS = {
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
     "mlp": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
     "context_length": "max_position_embeddings",
     "window": "sliding_window",
     "period": "sliding_window_pattern",
+    "local_theta": "rope_local_base_freq",
     "query_scalar": "query_pre_attn_scalar",
 }
 """Fields of configs and of config.json, where the two have other names."""
@@ -86,7 +89,7 @@ def named_sizes() -> Mapping[str, ModelConfig]:
 def read_hf_config(path: str | Path) -> ModelConfig:
     """The architecture that a config.json (or the folder that holds it) describes.
 
-    Raises FileNotFoundError where there is none, ValueError for what it says that is not supported.
+    Raises FileNotFoundError where there is none, ValueError for what is not supported.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -97,32 +100,26 @@ def read_hf_config(path: str | Path) -> ModelConfig:
 
 
 def config_of(fields: Fields) -> ModelConfig:
-    """The architecture of a config.json; raises ValueError for what it says that is not supported.
+    """The architecture of a config.json; raises ValueError for what is not supported.
 
-    What a config refuses by the names of its own fields is told by those of the file.
+    Errors about a config's own fields name those of the file that they were read from.
     """
+    family = family_of(fields)
     try:
-        return family_of(fields).from_hf(fields)
-    except ValueError as error:
-        if fields.name in str(error):
+        return family.from_hf(fields)
+    except UserError as error:
+        if error.file is not None:
             raise
-
-        def theirs(name: re.Match[str]) -> str:
-            known = _THEIRS.get(name[0], name[0])
-            return fields.keys.get(known, known)
-
-        # A field stands before its value.
-        message = re.sub(r"\b[a-z_]+(?= (?:is )?-?\d| that work)", theirs, str(error))
-        raise ValueError(f"{fields.name}: {message}") from error
+        raise error.at(fields.name, rename=lambda name: fields.called(_THEIRS.get(name, name))) from error
+    except ValueError as error:  # a plugin's own
+        raise ValueError(f"{fields.name}: {error}") from error
 
 
 def family_of(fields: Fields) -> Family:
-    """The family of a config.json; raises ValueError listing the supported model types."""
+    """The family of a config.json; raises UserError listing the supported model types."""
     model_type = fields.take("model_type", None)
     for family in _FAMILIES.values():
         if model_type in family.model_types:
             return family
-    known = ", ".join(sorted(name for family in _FAMILIES.values() for name in family.model_types + family.inside))
-    raise ValueError(
-        f"{fields.name} has model_type {model_type!r}: the supported ones are {known} (--plugin FILE adds one)"
-    )
+    known = sorted(name for family in _FAMILIES.values() for name in family.model_types + family.inside)
+    raise fields.refused("model_type", "it is not supported, and --plugin FILE adds a family", works=known)

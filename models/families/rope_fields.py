@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from treering.configs.errors import UserError
 from treering.configs.rope import ROPE_KINDS, DefaultRope, LinearRope, Llama3Rope, RopeConfig, YarnRope
 from treering.models.families.fields import Fields
 
@@ -11,9 +12,9 @@ DEFAULT_THETA = 10_000.0
 
 
 def read_rope(fields: Fields, context_length: int) -> RopeConfig:
-    """From `rope_parameters`, `rope_scaling` and `rope_theta`, wherever each part stands.
+    """From `rope_parameters`, `rope_scaling` and `rope_theta`, wherever each part is.
 
-    Raises ValueError naming a kind, or a parameter of a kind, that is not supported.
+    Raises UserError naming a kind, or a parameter of a kind, that is not supported.
     """
     fields.only("partial_rotary_factor", 1, 1.0)
     fields.only("rope_interleaved", False)
@@ -23,18 +24,20 @@ def read_rope(fields: Fields, context_length: int) -> RopeConfig:
     outer_theta = fields.number("rope_theta", DEFAULT_THETA)
     outer_original = fields.integer("original_max_position_embeddings", None)
     if not isinstance(raw, Mapping):
-        raise ValueError(f"{fields.name} has rotary parameters {raw!r}: they must be an object")
+        key = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"
+        raise fields.refused(key, "it must be an object")
     rest = {key: value for key, value in raw.items() if key not in ("type", "rope_type")}
     inner = Fields(rest, f"{fields.name}: rope")
     kind = raw.get("rope_type", raw.get("type", "default")) or "default"
-    if kind not in ROPE_KINDS:
-        raise ValueError(f"{fields.name} has the rotary kind {kind!r}: the supported ones are {', '.join(ROPE_KINDS)}")
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
+        raise UserError("it is not supported", field="rope_type", value=kind, works=ROPE_KINDS, file=inner.name)
     theta = float(inner.number("rope_theta", outer_theta))
     if theta <= 0:
-        raise ValueError(f"{fields.name} has rope_theta {theta}: it must be above 0")
+        where = inner if "rope_theta" in rest else fields
+        raise where.refused("rope_theta", "it must be above 0")
     inner.only("partial_rotary_factor", 1, 1.0)
     original = inner.integer("original_max_position_embeddings", context_length)
-    # As in transformers: a value beside the rotary parameters wins over the one inside.
+    # As in transformers: a value outside the rotary parameters wins over the one inside.
     original = original if outer_original is None else outer_original
     rope = _of_kind(kind, inner, theta, original)
     inner.finish()
@@ -47,13 +50,13 @@ def _of_kind(kind: str, inner: Fields, theta: float, original: int) -> RopeConfi
         return DefaultRope(theta=theta)
     factor = float(inner.number("factor"))
     if factor < 1:
-        raise ValueError(f"{inner.name} has factor {factor}: it must be at least 1")
+        raise inner.refused("factor", "it must be at least 1")
     if kind == "linear":
         return LinearRope(theta=theta, factor=factor)
     if kind == "llama3":
         low, high = float(inner.number("low_freq_factor")), float(inner.number("high_freq_factor"))
         if high <= low:
-            raise ValueError(f"{inner.name} has high_freq_factor {high}: it must be above low_freq_factor {low}")
+            raise inner.refused("high_freq_factor", f"it must be above low_freq_factor, {low:g}")
         return Llama3Rope(
             theta=theta,
             factor=factor,
@@ -103,7 +106,7 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
                 "beta_slow": rope.beta_slow,
                 "truncate": rope.truncate,
             }
-    # Readers of transformers 4 look for theta beside the other parameters, under their older name.
+    # Readers of transformers 4 look for theta outside the other parameters, which have an older name.
     scaling = {key: value for key, value in written.items() if key != "rope_theta"}
     older = {} if isinstance(rope, DefaultRope) else {"rope_scaling": scaling}
     return {"rope_parameters": written, "rope_theta": rope.theta, **older}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from treering.configs.errors import UserError
 from treering.configs.model import ModelConfig
 from treering.models.families.fields import Fields
 from treering.models.families.rope_fields import read_rope, write_rope
@@ -23,7 +24,7 @@ BLOCK = {
 def tensor_names(config: ModelConfig, block: dict[str, str], places: int = 1) -> dict[str, str]:
     """All names of a model whose pattern has `places` blocks of the parameters `block`.
 
-    The blocks of a last period that breaks off stand by themselves, so their names hold the layer's number.
+    The blocks of an incomplete last period are not stacked, so their names hold the layer's number.
     """
     names = {"embed.table": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
     if not config.tie_embeddings:
@@ -46,15 +47,17 @@ def read_shared(
 ) -> dict[str, Any]:
     """The fields of `ModelConfig`, with the defaults that transformers gives them.
 
-    Those of some families are numbers; None stands for embed / heads, and for as many key heads as query heads.
-    Raises ValueError for a quantised model and an activation other than `activation`.
+    Those of some families are numbers; None means embed / heads, and as many key heads as query heads.
+    Raises UserError for a quantised model and an activation other than `activation`.
     """
     quantised = fields.take("quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ValueError(
-            f"{fields.name} has a quantization_config ({method}): its weights are packed in a form that is not read "
-            "here; use the folder of the unquantised model"
+        raise UserError(
+            "quantised weights are not read here: use the folder of the unquantised model",
+            field="quantization_config",
+            value=method,
+            file=fields.name,
         )
     fields.only("hidden_act", activation)
     fields.only("mlp_bias", False)
@@ -62,8 +65,10 @@ def read_shared(
     head_dim = fields.count("head_dim", head_dim_default)
     if head_dim is None:
         if embed % heads:
-            raise ValueError(
-                f"{fields.name} has no head_dim, and num_attention_heads {heads} does not divide hidden_size {embed}"
+            raise fields.refused(
+                "hidden_size",
+                f"it is not a multiple of {fields.called('num_attention_heads')}, {heads}, and there is no "
+                f"{fields.called('head_dim')}",
             )
         head_dim = embed // heads
     context_length = fields.count("max_position_embeddings")

@@ -10,6 +10,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 
+from treering.configs.errors import UserError
 from treering.models.families.fields import Fields
 from treering.models.files import check_file
 from treering.models.formats.gguf_rope import FREQUENCIES, read_rope
@@ -34,7 +35,7 @@ _ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
-"""Mistral's files call themselves llama, and say nothing of a window."""
+"""Mistral's files call themselves llama, and have no field for a window."""
 _PIECE_BYTES = 64 << 20
 _PLAIN = {
     gguf.GGMLQuantizationType.F32: np.dtype(np.float32),
@@ -49,7 +50,7 @@ class _CutOff(Exception):
 
 
 class _Reader(gguf.GGUFReader):
-    """Tells of files that end too early, in which the library reads what is not there."""
+    """Detects files that end too early, in which the library would read beyond the end."""
 
     def _get(self, offset: Any, dtype: Any, count: Any = 1, **options: Any) -> Any:
         end = int(offset) + int(count) * np.dtype(dtype).itemsize
@@ -70,17 +71,17 @@ class _Reader(gguf.GGUFReader):
 def open_gguf(path: Path) -> Source:
     """The GGUF file at `path`, with dequantised tensors under their Hugging Face names.
 
-    Raises FileNotFoundError and ValueError with one line for what is no GGUF, truncated, or not supported.
+    Raises FileNotFoundError and ValueError with one line for what is not GGUF, truncated, or not supported.
     """
     check_file(path)
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise ValueError(f"{path} is no GGUF file: it does not begin as one")
+            raise ValueError(f"{path} is not a GGUF file: it does not begin as one")
     try:
         reader = _Reader(path)
     except _CutOff as cut:
         raise ValueError(
-            f"{path} is truncated: it has {path.stat().st_size:,} bytes and should have {cut}; fetch it again"
+            f"{path} is truncated: it has {path.stat().st_size:,} bytes and should have {cut}; download it again"
         ) from None
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is a damaged GGUF file, or of a version that is not read: {error}") from None
@@ -95,7 +96,7 @@ def open_gguf(path: Path) -> Source:
         ),
         tensors=_tensors(path, reader.tensors, raw),
         stored_name=lambda name: names.get_name(name, try_suffixes=(".weight", ".bias")) or name,
-        save_tokenizer=partial(save_tokenizer, metadata, raw),
+        save_tokenizer=partial(_save_tokenizer, path, metadata, raw),
         description={
             "kind": "gguf",
             "name": path.name,
@@ -105,6 +106,13 @@ def open_gguf(path: Path) -> Source:
     )
 
 
+def _save_tokenizer(path: Path, metadata: Mapping[str, Any], raw: Mapping[str, Any], target: Path) -> bool:
+    try:
+        return save_tokenizer(metadata, raw, target)
+    except UserError as error:
+        raise error.at(path) from None
+
+
 def read_metadata(path: Path, metadata: Mapping[str, Any], tensors: list[Any]) -> dict[str, Any]:
     """The metadata as config.json's fields.
 
@@ -112,8 +120,9 @@ def read_metadata(path: Path, metadata: Mapping[str, Any], tensors: list[Any]) -
     """
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
-        raise ValueError(f"{path} has the architecture {architecture!r}: the supported ones are {known}")
+        raise UserError(
+            "it is not supported", field="general.architecture", value=architecture, works=_ARCHITECTURES, file=path
+        )
     shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in tensors}
     if "token_embd.weight" not in shapes:
         raise ValueError(f"{path} lacks the tensor token_embd.weight")
@@ -134,18 +143,18 @@ def read_metadata(path: Path, metadata: Mapping[str, Any], tensors: list[Any]) -
         raw.pop(prefix + key, None)
     for key in ("embedding_length", "block_count", "attention.head_count"):
         if not isinstance(own.get(key), int):
-            raise ValueError(f"{path} has {prefix}{key} {own.get(key)!r}: it must be a whole number")
+            raise UserError("it must be a whole number", field=prefix + key, value=own.get(key), file=path)
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, head_dim) != head_dim:
-            raise ValueError(
-                f"{path} has {prefix}{key} {own[key]}: only the head's {head_dim} dimensions are supported"
+            raise UserError(
+                "it must be the size of a head", field=prefix + key, value=own[key], works=[head_dim], file=path
             )
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot")}
     ends = [ids[name] for name in ("eos", "eot") if ids[name] is not None]
     raw |= {"bos_token_id": ids["bos"], "eos_token_id": ends if len(set(ends)) > 1 else next(iter(ends), None)}
     if architecture == "gemma3":
-        # Not in the file: llama.cpp tells the largest size, which scales otherwise, by its layers.
+        # Not in the file: llama.cpp recognises the largest size, which scales otherwise, by its layers.
         wide = raw["hidden_size"] // raw["num_attention_heads"]
         raw["query_pre_attn_scalar"] = wide if raw["num_hidden_layers"] == 62 else head_dim
     divisors = next((np.array(tensor.data, np.float32) for tensor in tensors if tensor.name == FREQUENCIES), None)
@@ -186,7 +195,7 @@ def _read_tensor(
 
 
 def _read_less_one(read_into: Callable[[np.ndarray], None], out: np.ndarray) -> None:
-    """Undoes what llama.cpp adds to the weights of Gemma's norms, so that it can multiply by them."""
+    """Undoes the 1 that llama.cpp adds to the weights of Gemma's norms."""
     read_into(out)
     out -= 1
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings as GGUF files describe them, in the words of config.json."""
+"""Rotary embeddings as GGUF files describe them, as fields of config.json."""
 
 import math
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from treering.configs.errors import UserError
 from treering.configs.rope import DefaultRope, Llama3Rope
 from treering.layers.nn.rope import inverse_frequencies
 
@@ -38,17 +39,21 @@ def read_rope(path: Path, raw: dict[str, Any], prefix: str, divisors: np.ndarray
     }
     if divisors is not None and not np.all(divisors == 1):
         if kind != "none" or linear != 1:
-            raise ValueError(f"{path} holds {FREQUENCIES} and {scaling}type {kind!r}: only one of them is read")
+            raise UserError(
+                f"only one of it and the tensor {FREQUENCIES} is read", field=scaling + "type", value=kind, file=path
+            )
         raw["rope_scaling"] = _llama3(path, raw, divisors)
     elif kind == "yarn":
         if "attention_factor" in found and isinstance(found.get("factor"), float):
-            # Here it multiplies what the rule gives; there it replaces it.
+            # In GGUF it multiplies what the rule gives; in config.json it replaces it.
             found["attention_factor"] *= 0.1 * math.log(found["factor"]) + 1
         raw["rope_scaling"] = {"rope_type": "yarn", **found}
     elif kind == "linear" or linear != 1:
         raw["rope_scaling"] = {"rope_type": "linear", "factor": found.get("factor", linear)}
     elif kind != "none":
-        raise ValueError(f"{path} has {scaling}type {kind!r}: the supported ones are none, linear, yarn")
+        raise UserError(
+            "it is not supported", field=scaling + "type", value=kind, works=("none", "linear", "yarn"), file=path
+        )
 
 
 def _llama3(path: Path, raw: Mapping[str, Any], divisors: np.ndarray) -> dict[str, Any]:

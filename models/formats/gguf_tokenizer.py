@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from treering.configs.errors import UserError
 from treering.models.tokenizer import transformers
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -55,7 +56,9 @@ def save_tokenizer(metadata: Mapping[str, Any], config: Mapping[str, Any], targe
     if kind is None or "tokens" not in ggml:
         return False
     if kind not in ("gpt2", "llama"):
-        raise ValueError(f"tokenizer.ggml.model is {kind!r}: the supported ones are gpt2 (byte-level) and llama")
+        raise UserError(
+            "it is not supported", field="tokenizer.ggml.model", value=kind, works=("gpt2 (byte-level)", "llama")
+        )
     tokens = ggml["tokens"]
     tokenizer = _byte_level(ggml) if kind == "gpt2" else _sentencepiece(ggml)
     types = dict(zip(tokens, ggml.get("token_type", ()), strict=False))
@@ -81,7 +84,7 @@ def save_tokenizer(metadata: Mapping[str, Any], config: Mapping[str, Any], targe
 def _byte_level(ggml: Mapping[str, Any]) -> Tokenizer:
     name = ggml.get("pre", "default")
     if name not in _SPLITS:
-        raise ValueError(f"tokenizer.ggml.pre is {name!r}: the ways to split text known here are {', '.join(_SPLITS)}")
+        raise UserError("it is not supported", field="tokenizer.ggml.pre", value=name, works=_SPLITS)
     vocabulary = {token: index for index, token in enumerate(ggml["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in ggml["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name.startswith("llama")))

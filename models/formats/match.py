@@ -8,8 +8,7 @@ import numpy as np
 
 from treering.configs.model import ModelConfig
 from treering.models.checkpoint.hashing import hash_array, is_finite
-from treering.models.checkpoint.model import abstract_model, named_leaves
-from treering.models.families import families
+from treering.models.checkpoint.tensors import stacked_tensors
 from treering.models.files import listing
 from treering.models.formats.source import Source, StoredTensor
 
@@ -22,7 +21,7 @@ class Parameter:
     dtype: np.dtype
     """As it will be written."""
     tensors: tuple[tuple[str, StoredTensor], ...]
-    """Names and tensors, one a layer, or only one for what stands outside the layers."""
+    """Names and tensors, one per layer, or only one for what is outside of the layers."""
     stacked: bool
 
     @property
@@ -36,33 +35,28 @@ def match(source: Source, config: ModelConfig, dtype: np.dtype | None) -> dict[s
 
     Raises ValueError listing all that is missing, unexpected, of another shape, or of several dtypes in one parameter.
     """
-    model = abstract_model(config)
-    shapes = {name: leaf.shape for name, leaf in named_leaves(model).items()}
     missing: list[str] = []
     misfits: list[str] = []
     used: set[str] = set()
     parameters: dict[str, Parameter] = {}
-    for name, pattern in families()[config.family].names(config).items():
-        shape = shapes[name]
-        stacked = "{layer}" in pattern
-        layers = model.layers_at(int(name.split(".")[2])) if stacked else [0]
-        wanted = [source.stored_name(pattern.format(layer=layer)) for layer in layers]
+    for name, stack in stacked_tensors(config).items():
+        wanted = [source.stored_name(tensor) for tensor in stack.names]
         found = [(stored, source.tensors[stored]) for stored in wanted if stored in source.tensors]
         missing += [stored for stored in wanted if stored not in source.tensors]
         used |= set(wanted)
-        inner = shape[1:] if stacked else shape
         misfits += [
-            f"{stored} has shape {tensor.shape} instead of {_joined(inner)}"
+            f"{stored} has shape {tensor.shape} instead of {_joined(stack.tensor_shape)}"
             for stored, tensor in found
-            if not _regroups(inner, tensor.shape)
+            if not _regroups(stack.tensor_shape, tensor.shape)
         ]
         dtypes = {tensor.dtype for _, tensor in found}
         if len(dtypes) > 1 and dtype is None:
             misfits.append(
-                f"{wanted[0]} and its like have the dtypes {sorted(map(str, dtypes))} (--dtype makes them one)"
+                f"{wanted[0]} and the same tensor of other layers have the dtypes {sorted(map(str, dtypes))} "
+                "(--dtype casts all to one)"
             )
         if found:
-            parameters[name] = Parameter(shape, dtype or found[0][1].dtype, tuple(found), stacked)
+            parameters[name] = Parameter(stack.shape, dtype or found[0][1].dtype, tuple(found), stack.stacked)
     unexpected = sorted(name for name in set(source.tensors) - used if not _needless(name, source, config))
     faults = list(source.faults) + [
         f"{len(names)} {what}: {listing(names)}"
@@ -70,7 +64,7 @@ def match(source: Source, config: ModelConfig, dtype: np.dtype | None) -> dict[s
         if names
     ]
     if faults:
-        raise ValueError(f"{source.fields.name} and the tensors beside it do not agree: {'; '.join(faults)}")
+        raise ValueError(f"{source.fields.name} and the tensors next to it do not agree: {'; '.join(faults)}")
     return parameters
 
 
@@ -79,15 +73,15 @@ def _joined(shape: tuple[int, ...]) -> str:
 
 
 def _regroups(ours: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
-    """Whether `theirs` is `ours` with neighbouring dims multiplied together."""
+    """Whether `theirs` is `ours` with neighbouring dims joined."""
     bounds = {math.prod(ours[:i]) for i in range(len(ours) + 1)}
     return math.prod(ours) == math.prod(theirs) and all(math.prod(theirs[:i]) in bounds for i in range(len(theirs)))
 
 
 def _needless(name: str, source: Source, config: ModelConfig) -> bool:
-    """Whether a tensor says nothing new: rotary frequencies, or a copy of the tied embedding table.
+    """Whether a tensor is redundant: rotary frequencies, or a copy of the tied embedding table.
 
-    Raises ValueError for an output projection that differs from the table it is said to be tied to.
+    Raises ValueError for an output projection that differs from the table that config.json ties it to.
     """
     if name.endswith("rotary_emb.inv_freq"):
         return True
@@ -103,7 +97,7 @@ def _needless(name: str, source: Source, config: ModelConfig) -> bool:
 
 
 def fill(parameter: Parameter, array: np.ndarray, advance: Callable[[int], None]) -> None:
-    """Reads a parameter's tensors into an array of its shape and dtype; `advance` hears of the bytes."""
+    """Reads a parameter's tensors into an array of its shape and dtype; `advance` is called with the bytes read."""
     targets = array if parameter.stacked else array[None]
     for (stored, tensor), target in zip(parameter.tensors, targets, strict=True):
         _read(stored, tensor, target)
@@ -123,7 +117,7 @@ def _read(name: str, tensor: StoredTensor, target: np.ndarray) -> None:
         count = values.size - np.count_nonzero(np.isfinite(values))
         raise ValueError(
             f"{name} holds {count:,} numbers that are NaN or infinite, of {values.size:,}: its files are damaged, or "
-            "its training went wrong"
+            "its training diverged"
         )
     if same:
         return

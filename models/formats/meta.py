@@ -1,7 +1,7 @@
-"""Folders as Meta gives its Llamas out: params.json, and consolidated.*.pth cut up for tensor parallelism.
+"""Folders as Meta publishes its Llamas: params.json, and consolidated.*.pth sharded for tensor parallelism.
 
-Each file holds a part of every matrix: rows of those that fan out, columns of those that fan in. Rows of queries and
-keys stand as pairs that one angle turns; the embedding is cut by columns up to Llama 2, by rows from Llama 3 on.
+Each file holds a shard of every matrix: rows of column-parallel ones, columns of row-parallel ones. Rows of queries and
+keys are in pairs that one angle rotates; the embedding is sharded by columns up to Llama 2, by rows from Llama 3 on.
 """
 
 import importlib
@@ -43,7 +43,7 @@ _CUT_BY_COLUMNS = ("wo", "w2")
 _READ = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta", "use_scaled_rope"),
     *("rope_scaling_factor", "rope_high_freq_factor", "max_seq_len"),
-    *("multiple_of", "ffn_dim_multiplier", "max_batch_size"),  # the size of the MLP stands in its tensors
+    *("multiple_of", "ffn_dim_multiplier", "max_batch_size"),  # the size of the MLP is that of its tensors
 )
 """Fields of params.json that are known here."""
 _KEYS = {
@@ -58,7 +58,7 @@ _KEYS = {
 
 
 def open_meta(folder: Path) -> Source:
-    """The folder of Meta's at `folder`, with tensors joined and in Hugging Face's order of rows.
+    """The Meta folder at `folder`, with tensors joined and in Hugging Face's order of rows.
 
     Raises FileNotFoundError and ValueError with one line for what is missing, truncated or not weights, and where
     PyTorch, which alone reads these files, is not installed.
@@ -118,7 +118,7 @@ def _files(folder: Path) -> list[Path]:
     found = {path.name: path for path in folder.glob(_FILES)}
     wanted = [f"consolidated.{number:02}.pth" for number in range(len(found))]
     if not found:
-        raise FileNotFoundError(f"{folder} holds a {PARAMS} and no {_FILES}: there are no weights beside it")
+        raise FileNotFoundError(f"{folder} holds a {PARAMS} and no {_FILES}: there are no weights next to it")
     if absent := sorted(set(wanted) - set(found)):
         raise FileNotFoundError(f"{folder} holds {listing(sorted(found))} and lacks {listing(absent)}")
     return [found[name] for name in wanted]
@@ -138,22 +138,22 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{path} cannot be read as tensors, or is damaged or truncated: {message}") from error
     named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
     if not named or not all(torch.is_tensor(tensor) for tensor in found.values()):
-        raise ValueError(f"{path} holds something else than named tensors")
+        raise ValueError(f"{path} holds something other than named tensors")
     if strange := sorted({str(tensor.dtype) for tensor in found.values()} - {f"torch.{name}" for name in DTYPES}):
         raise ValueError(f"{path} holds tensors of {listing(strange)}: the supported dtypes are {', '.join(DTYPES)}")
     return found
 
 
 def _join(name: str, pieces: list[Any], width: int) -> StoredTensor | None:
-    """A tensor of its pieces, one a file; None where they do not fit together.
+    """A tensor from its pieces, one per file; None where they do not fit together.
 
-    `width` is the size of the residual: an embedding with rows of that size is cut by rows.
+    `width` is the size of the residual: an embedding with rows of that size is sharded by rows.
     """
     first = pieces[0]
     if {piece.dtype for piece in pieces} != {first.dtype}:
         return None
     dtype = DTYPES[str(first.dtype).removeprefix("torch.")]
-    if first.ndim == 1:  # norms stand whole in each file
+    if first.ndim == 1:  # norms are whole in each file
         same = all(piece.shape == first.shape and piece.equal(first) for piece in pieces)
         return StoredTensor(tuple(first.shape), dtype, partial(_read, pieces[:1], 0)) if same else None
     if any(piece.ndim != 2 for piece in pieces):
@@ -168,10 +168,10 @@ def _join(name: str, pieces: list[Any], width: int) -> StoredTensor | None:
 
 
 def _read(pieces: list[Any], cut: int, out: np.ndarray) -> None:
-    """Copies the pieces side by side along the dim `cut`."""
+    """Concatenates the pieces along the dim `cut`."""
     start = 0
     for piece in pieces:
-        # NumPy has no bfloat16 of torch's, so 16-bit numbers travel as integers.
+        # torch's bfloat16 has no NumPy dtype, so 16-bit numbers are passed as integers.
         whole = piece.view(importlib.import_module("torch").int16) if piece.element_size() == 2 else piece
         part = whole.numpy().view(out.dtype)
         stop = start + part.shape[cut]
@@ -198,7 +198,7 @@ def _config(settings: Fields, tensors: Mapping[str, StoredTensor], *, tied: bool
     vocab = tensors["tok_embeddings.weight"].shape[0]
     said = settings.integer("vocab_size", -1)
     if said not in (-1, vocab):
-        raise ValueError(f"{settings.name} has vocab_size {said} and the embedding has {vocab} rows")
+        raise settings.refused("vocab_size", f"the embedding has {vocab} rows")
     scaled = settings.flag("use_scaled_rope", False)
     raw: dict[str, Any] = {
         "model_type": "llama",
@@ -226,7 +226,7 @@ def _config(settings: Fields, tensors: Mapping[str, StoredTensor], *, tied: bool
 
 
 def _context(settings: Fields, raw: Mapping[str, Any]) -> int:
-    """The context of the release that a file looks like, since it does not say; that it is a guess is said."""
+    """The context of the release that a file looks like, since no field says it; prints that it is a guess."""
     if "rope_scaling" in raw:
         found = 131072
     elif raw["vocab_size"] >= 128_000:
@@ -236,7 +236,7 @@ def _context(settings: Fields, raw: Mapping[str, Any]) -> int:
     else:
         found = 2048 if raw["rms_norm_eps"] <= 1e-6 else 4096
     print(
-        f'{settings.name} does not say how many tokens the context holds: taken as {found} (add "max_seq_len" to it '
+        f'{settings.name} does not say how many tokens the context holds: {found} are assumed (add "max_seq_len" to it '
         "for another number)",
         file=sys.stderr,
     )

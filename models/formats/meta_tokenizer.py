@@ -1,6 +1,6 @@
 """The tokenizer of Meta's folders, as a Hugging Face folder: SentencePiece up to Llama 2, tiktoken's form from 3 on.
 
-Both go through the words that GGUF files use, whose reader builds a tokenizer from a list of tokens.
+Both become the metadata of a GGUF file, whose reader builds a tokenizer from a list of tokens.
 """
 
 import base64
@@ -19,7 +19,7 @@ _FILE = "tokenizer.model"
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 """Values of `tokenizer.ggml.token_type`."""
 _SPECIAL = 256
-"""Tokens that Meta's code adds behind those of a tiktoken file."""
+"""Tokens that Meta's code adds after those of a tiktoken file."""
 _LLAMA3 = {
     0: "<|begin_of_text|>",
     1: "<|end_of_text|>",
@@ -33,9 +33,9 @@ _ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 
 
 def save_tokenizer(folder: Path, config: Mapping[str, Any], target: Path) -> bool:
-    """Writes the tokenizer beside the weights, or in the folder above (where Llama 2's stands), into `target`.
+    """Writes the tokenizer next to the weights, or in the folder above (where Llama 2's is), into `target`.
 
-    `config` is the model's config.json. False where there is no tokenizer; ValueError for one that is neither form.
+    `config` is the model's config.json. False where there is no tokenizer; ValueError for one of neither kind.
     """
     file = next((path for path in (folder / _FILE, folder.resolve().parent / _FILE) if path.is_file()), None)
     if file is None:
@@ -55,7 +55,7 @@ def save_tokenizer(folder: Path, config: Mapping[str, Any], target: Path) -> boo
 
 
 def _read_ranks(file: Path) -> list[bytes] | None:
-    """The tokens of a tiktoken file in order of rank; None for a file that is none.
+    """The tokens of a tiktoken file in order of rank; None for any other file.
 
     Raises ValueError for one whose ranks do not count up from 0.
     """
@@ -68,7 +68,7 @@ def _read_ranks(file: Path) -> list[bytes] | None:
                 raise ValueError(f"{file}: line {number + 1} has rank {int(rank)} instead of {number}")
     except (binascii.Error, ValueError) as error:
         if tokens:
-            raise ValueError(f"{file} is no tiktoken file, or a damaged one: {error}") from None
+            raise ValueError(f"{file} is not a tiktoken file, or a damaged one: {error}") from None
         return None
     return tokens
 
@@ -78,7 +78,7 @@ def _tiktoken(file: Path, ranks: list[bytes], vocab: int, *, newer: bool) -> dic
     named = _LLAMA3_1 if newer else _LLAMA3
     if count <= max(named):
         raise ValueError(
-            f"{file} has {len(ranks)} tokens and the embedding table {vocab} rows: the special ones find no room"
+            f"{file} has {len(ranks)} tokens and the embedding table {vocab} rows: the special ones have no room"
         )
     known, letters = set(ranks), _byte_letters()
     special, reserved = [], 0
@@ -89,7 +89,7 @@ def _tiktoken(file: Path, ranks: list[bytes], vocab: int, *, newer: bool) -> dic
     def written(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    # Every way to cut a token into two others is a merge; the token's rank says when it applies.
+    # Every way to split a token into two others is a merge; the token's rank says when it applies.
     place = {token: number for number, token in enumerate(ranks)}
     merges = []
     for token in ranks:
@@ -109,7 +109,7 @@ def _tiktoken(file: Path, ranks: list[bytes], vocab: int, *, newer: bool) -> dic
 
 
 def _byte_letters() -> dict[int, str]:
-    """The letter that stands for a byte in byte-level vocabularies: itself if it can be seen, else one from 256 on."""
+    """The character for a byte in byte-level vocabularies: itself if it is printable, else one from 256 on."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in seen]
     return {byte: chr(byte) for byte in seen} | {byte: chr(256 + number) for number, byte in enumerate(hidden)}

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from treering.models.families.fields import Fields
-from treering.models.files import check_file, check_no_pointer, listing, read_json
+from treering.models.files import check_file, check_no_pointer, copy_folder, listing, read_json
 from treering.models.formats.source import Source, StoredTensor, identity_of, read_bytes
 from treering.models.tokenizer import TOKENIZER_FILES
 
@@ -39,7 +39,7 @@ def open_folder(folder: Path) -> Source:
     faults: list[str] = []
     for path, promised in files.items():
         found = read_header(path)
-        faults += [f"{name} stands in {holder[name]} and in {path.name}" for name in found if name in holder]
+        faults += [f"{name} is in {holder[name]} and in {path.name}" for name in found if name in holder]
         faults += [f"{name} is not in {path.name}, where {INDEX} says it is" for name in promised if name not in found]
         holder |= dict.fromkeys(found, path.name)
         tensors |= found
@@ -62,7 +62,7 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
             raise ValueError(f"{folder / INDEX} has no weight_map from tensors to files")
         strange = [name for name in set(weight_map.values()) if Path(name).name != name or name in ("", ".", "..")]
         if strange:
-            raise ValueError(f"{folder / INDEX} names {listing(sorted(strange))}: only files beside it are read")
+            raise ValueError(f"{folder / INDEX} names {listing(sorted(strange))}: only files next to it are read")
         files: dict[Path, list[str]] = {}
         for tensor, name in sorted(weight_map.items()):
             files.setdefault(folder / name, []).append(tensor)
@@ -90,7 +90,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(HEADER_LIMIT, size - 8):
-            raise ValueError(f"{path} has {size} bytes and a header of {length}: it is truncated or no safetensors")
+            raise ValueError(f"{path} has {size} bytes and a header of {length}: it is truncated, or not safetensors")
         text = file.read(length)
     tensors: dict[str, StoredTensor] = {}
     try:
@@ -107,7 +107,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise TypeError(f"{listing(sorted({name for name in names if names.count(name) > 1}))} stands in it twice")
+        raise TypeError(f"{listing(sorted({name for name in names if names.count(name) > 1}))} is in it twice")
     return found
 
 
@@ -125,11 +125,11 @@ def _stored(path: Path, name: str, entry: dict[str, Any], data: int, size: int) 
 
 
 def copy_tokenizer(folder: Path, target: Path) -> bool:
-    """Copies what belongs to the tokenizer; False where there is none."""
+    """Copies the tokenizer's files; False where there is none."""
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             check_no_pointer(folder / name)
             shutil.copyfile(folder / name, target / name)
     if (folder / "additional_chat_templates").is_dir():
-        shutil.copytree(folder / "additional_chat_templates", target / "additional_chat_templates")
+        copy_folder(folder / "additional_chat_templates", target / "additional_chat_templates")
     return any((target / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))

@@ -1,7 +1,7 @@
-"""Writing safetensors files from tensors that come in any order.
+"""Writing safetensors files from tensors in any order.
 
-Where each tensor stands follows from names, shapes and dtypes alone. So headers are written first and every tensor
-then goes to its place, one at a time.
+The offset of each tensor follows from names, shapes and dtypes alone. So headers are written first, and every tensor
+then goes to its offset, one at a time.
 """
 
 import json
@@ -20,7 +20,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class SafetensorsWriter:
     """The weights of one model in a folder: one file, or several of up to `shard_bytes` and an index.
 
-    A tensor larger than `shard_bytes` has a file to itself. Files are created at their full size.
+    A tensor larger than `shard_bytes` has a file of its own. Files are created at their full size.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], *, shard_bytes: int):
@@ -57,7 +57,7 @@ class SafetensorsWriter:
             self._places[name] = (path, 8 + len(text) + self._places[name][1])
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """Puts a tensor in its place; `array` may group the tensor's dims differently."""
+        """Writes a tensor at its offset; `array` may group the tensor's dims differently."""
         shape, dtype = self._tensors[name]
         assert array.dtype == dtype and array.size == math.prod(shape), name
         path, offset = self._places[name]
@@ -72,7 +72,7 @@ class SafetensorsWriter:
 
 
 def _divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in order, as many a group as `limit` bytes hold."""
+    """Names in order, as many per group as `limit` bytes hold."""
     groups: list[list[str]] = [[]]
     room = limit
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""What a conversion reads from: named tensors of files, read one at a time."""
+"""What a conversion reads from: named tensors in files, read one at a time."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -29,17 +29,17 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Weights in a form that other tools wrote."""
+    """Weights as other tools wrote them."""
 
     fields: Fields
-    """Its config.json, or what says the same."""
+    """Its config.json, or the equivalent."""
     tensors: Mapping[str, StoredTensor]
     stored_name: Callable[[str], str]
     """From a Hugging Face tensor name to the name in these files."""
     save_tokenizer: Callable[[Path], bool]
     """Writes tokenizer and generation settings into an empty folder; False where there is no tokenizer."""
     description: Mapping[str, Any]
-    """What model.json remembers of it."""
+    """What model.json says of it."""
     identity: str
     """Changes when the files do."""
     faults: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class Source:
 
 
 def identity_of(files: list[Path]) -> str:
-    """A word that changes when one of the files is replaced."""
+    """A string that changes when one of the files is replaced."""
     parts = []
     for file in files:
         status = file.stat()
@@ -75,7 +75,7 @@ def read_bytes(path: Path, offset: int, out: np.ndarray) -> None:
 
 
 def read_interleaved(read_into: Callable[[np.ndarray], None], heads: int, out: np.ndarray) -> None:
-    """Undoes the order of Meta and llama.cpp, who put the two rows that one angle turns side by side.
+    """Undoes the order of Meta and llama.cpp, where the two rows that one angle rotates are adjacent.
 
     Within a head its rows are 0, d/2, 1, d/2 + 1, ...; ours, as Hugging Face's, are 0, 1, ..., d - 1.
     """

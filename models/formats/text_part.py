@@ -1,4 +1,4 @@
-"""The text model inside a larger one that also sees or hears, in a Hugging Face folder."""
+"""The text model inside a multimodal one, in a Hugging Face folder."""
 
 import sys
 from dataclasses import replace
@@ -11,23 +11,23 @@ _PREFIX = "language_model."
 
 
 def text_part(source: Source) -> Source:
-    """The text model of a source whose model_type a family says it stands inside of; other sources as they are.
+    """The text model of a source whose model_type is one of a family's `inside`; other sources as they are.
 
-    Its fields are those of `text_config`, its tensors those of `language_model.`; that others are left out is said.
-    Raises ValueError where there is no `text_config`.
+    Its fields are those of `text_config`, its tensors those of `language_model.`; others are left out, with a message.
+    Raises UserError where there is no `text_config`.
     """
     raw, name = source.fields.raw, source.fields.name
     family = next((family for family in families().values() if raw.get("model_type") in family.inside), None)
     if family is None:
         return source
-    inner = raw.get("text_config")
+    inner = source.fields.take("text_config")
     if not isinstance(inner, dict):
-        raise ValueError(f"{name} has model_type {raw['model_type']!r} and no text_config")
+        raise source.fields.refused("text_config", "it must be an object")
     tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
     tensors = {stored: tensor for stored, tensor in source.tensors.items() if stored.startswith(_PREFIX)}
     left = sorted({stored.split(".")[0] for stored in source.tensors.keys() - tensors})
     if left:
-        print(f"{name}: the text model is read, and not {', '.join(left)}", file=sys.stderr)
+        print(f"{name}: only the text model is read, without {', '.join(left)}", file=sys.stderr)
     return replace(
         source,
         fields=Fields({**inner, **tied, "model_type": family.model_types[0]}, f"{name}: text_config"),

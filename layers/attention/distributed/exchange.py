@@ -17,7 +17,7 @@ class Route:
 
     axis: str
     gather: bool
-    """One copy to every device, else a share of the heads to each."""
+    """One copy to every device, else a part of the heads to each."""
     groups: tuple[tuple[int, ...], ...] | None = None
 
     def _groups(self) -> list[list[int]] | None:

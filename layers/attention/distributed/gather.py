@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from treering.layers.attention.checks import check_shapes
+from treering.layers.attention.checks import check_mask, check_shapes
 from treering.layers.attention.distributed.arguments import AttentionMesh, TokenData
 from treering.layers.attention.distributed.global_arrays import shard_map_attention
 from treering.layers.attention.distributed.ring import backward_step, forward_step
@@ -65,6 +65,7 @@ def gather_local(
 ) -> Partial:
     """Gather attention on a device's own arrays, inside `shard_map`; arguments as `ring_local`."""
     check_shapes(q, k, v)
+    check_mask(mask)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"seq {q.shape[1]} of q and {k.shape[1]} of k: queries and keys are the same tokens here")
     layout = TokenLayout.of_device(axis, q.shape[0], q.shape[1], tokens, all_tokens, length)

@@ -3,7 +3,7 @@
 Blockwise attention over devices (arXiv 2310.01889), as a fold of `merge` around the axis. Keys and values travel packed
 in one message, sent before the block they were needed for is computed, so that links and arithmetic work at the same
 time: p - 1 messages forward; backward the same again, and p of the gradients of keys and values, which follow one step
-behind their keys and end at home. 3 p - 2 in all, and never more than a fixed number of buffers.
+behind their keys and end on the device of their tokens. 3 p - 2 in all, and never more than a fixed number of buffers.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from treering.layers.attention.checks import check_shapes
+from treering.layers.attention.checks import check_mask, check_shapes
 from treering.layers.attention.distributed.arguments import AttentionMesh, TokenData
 from treering.layers.attention.distributed.global_arrays import shard_map_attention
 from treering.layers.attention.distributed.ring_schedule import FullStep, RingSchedule
@@ -53,7 +53,9 @@ def ring_partial(
 
     `on` is a mesh whose axis "context" splits the sequence, or an `AttentionMesh` that names other axes. The arrays are
     in the order of `tokens` already (`to_order`); "zigzag" balances causal attention. None for `tokens` is one document
-    in contiguous order; a length that the axis does not divide is then padded inside.
+    in contiguous order; a length that the axis does not divide is then padded inside. Arrays `[batch heads seq
+    head_dim]` must be transposed first: where seq and heads are equal nothing shows the mistake. Outside of jit, arrays
+    are put on the mesh first.
 
     Raises ValueError, naming dims and sizes that would work, where shapes, axes or order do not fit.
     """
@@ -74,10 +76,11 @@ def ring_local(
     """Ring attention on a device's own arrays, inside `shard_map` over `axis` (with `check_vma=True`).
 
     `tokens` are this device's `[batch local_seq]`; `all_tokens` those of all ranks in turn, `[batch seq]`: a model
-    gathers them once a step, outside its layers. Without, they are gathered here. `length` says how many tokens of a
+    gathers them once per step, outside its layers. Those missing are gathered here. `length` says how many tokens of a
     contiguous sequence come before its padding.
     """
     check_shapes(q, k, v)
+    check_mask(mask)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"seq {q.shape[1]} of q and {k.shape[1]} of k: a ring's queries and keys are the same tokens")
     layout = TokenLayout.of_device(axis, q.shape[0], q.shape[1], tokens, all_tokens, length)

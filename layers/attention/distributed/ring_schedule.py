@@ -38,7 +38,7 @@ _KV_BATCH, _KV_SEQ = 1, 3
 
 
 class FullStep:
-    """All queries of a device with all keys at hand, in one block.
+    """All queries of a device with all keys that it holds at this step.
 
     Arrays of queries are `[batch kv_heads group seq ...]`, of packed keys and values `[2 batch kv_heads seq head_dim]`.
     """

@@ -1,4 +1,4 @@
-"""Where the tokens of a sequence over a mesh axis are, and which keys of a rank a device's queries see."""
+"""Positions and segments of a sequence sharded over a mesh axis, and which keys of a rank a device's queries see."""
 
 from typing import Any
 
@@ -45,9 +45,7 @@ class TokenLayout(eqx.Module):
         tokens, everyone = tokens or TokenData(), all_tokens or TokenData()
         order, p = tokens.order, lax.axis_size(axis)
         if order_divisor(order, p) > p and local_seq % 2:
-            raise ValueError(
-                f"seq {local_seq} per device in {order} order: it must be even, two chunks of the sequence"
-            )
+            raise ValueError(f"seq {local_seq} per device in {order} order: it must be even (two chunks)")
 
         def completed(name: str) -> tuple[Array | None, Array | None]:
             mine, all_ranks = getattr(tokens, name), getattr(everyone, name)

@@ -3,8 +3,8 @@
 The paper reduces maxima, numerators and denominators in three all-reduces. Here each device sends its output and log of
 the sum packed into one message, and the merge of `layers.attention.partial` runs where the parts arrive:
 
-- `all_to_all`: each device receives its share of the heads, the layout that an output projection sharded over
-  (tensor, context) takes in (arXiv 2507.07120);
+- `all_to_all`: each device receives its part of the heads, the input layout of an output projection sharded over
+  (tensor, context) (arXiv 2507.07120);
 - `all_gather`: every device receives everything and joins it in rank order: replicated, equal to the last bit;
 - `two_level`, `two_level_gather`: first within groups of `inner` neighbours (a node), then across groups, so that slow
   links carry parts already joined. The first ends like `all_to_all`, the second like `all_gather`.
@@ -20,10 +20,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from treering.layers.attention.checks import check_shapes
+from treering.layers.attention.checks import check_mask, check_shapes
 from treering.layers.attention.distributed.arguments import AttentionMesh, TokenData
 from treering.layers.attention.distributed.exchange import Route, exchange
-from treering.layers.attention.distributed.global_arrays import reshard_explicit
+from treering.layers.attention.distributed.global_arrays import ShardMapCall, with_auto_axes_if_eager
 from treering.layers.attention.distributed.tree_schemes import (
     HEAD_SHARDED,
     Scheme,
@@ -48,7 +48,7 @@ def tree_combine(
     """Joins the partial results of the devices along mesh axis `axis`. For use inside `shard_map`.
 
     `partial.out` is `[batch seq heads head_dim]`, `partial.lse` `[batch seq heads]`, heads those of the tensor shard.
-    The schemes of `HEAD_SHARDED` return heads / p of them, shares in rank order, so that `out_heads` is sharded as
+    The schemes of `HEAD_SHARDED` return heads / p of them, in rank order, so that `out_heads` is sharded as
     `PartitionSpec(("tensor", "context"))`; the others return all heads, replicated over the axis for `check_vma`.
     out travels as `wire_dtype` (None: as it is) and comes back, merged, in the statistics' dtype; lse always travels
     in full. A row that no device has a key for stays (0, -inf). One device with a scheme of `HEAD_SHARDED` sends
@@ -70,7 +70,7 @@ def tree_combine(
         outer = p // inner
         near = tuple(tuple(range(first, first + inner)) for first in range(0, p, inner))
         if scheme == "two_level":
-            # A device keeps the share of its rank, group * inner + place in the group: heads go out sorted by place.
+            # A device keeps the heads of its rank, group * inner + place in the group: heads go out sorted by place.
             part = jax.tree.map(lambda x: _swap_head_groups(x, outer, inner), part)
             part = _joined(exchange(part, Route(axis, gather=False, groups=near)), wire)
             far = tuple(tuple(range(first, p, inner)) for first in range(inner))
@@ -105,7 +105,7 @@ def _pad_heads(part: Partial, count: int) -> Partial:
 
 
 def _heads_together(x: Shaped[Array, "inner batch seq shared *d"]) -> Shaped[Array, "batch seq heads *d"]:
-    """Shares of the heads along the first dim, in rank order, side by side."""
+    """Parts of the heads along the first dim, in rank order, side by side."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
@@ -125,8 +125,10 @@ def tree_partial(
     wire_dtype: DTypeLike | None = None,
 ) -> Partial:
     """`tree_attention` before its output is rounded: out in the statistics' dtype, and lse."""
-    on, tokens, q_tokens = AttentionMesh.of(on), tokens or TokenData(), q_tokens or TokenData()
+    on, tokens = with_auto_axes_if_eager(AttentionMesh.of(on), q, k, v), tokens or TokenData()
+    q_tokens = q_tokens or TokenData()
     check_shapes(q, k, v)
+    check_mask(mask)
     batch, seq, heads, head_dim = q.shape
     kv_seq, kv_heads = k.shape[1:3]
     on.check(batch=batch, heads=heads, kv_heads=kv_heads)
@@ -137,12 +139,13 @@ def tree_partial(
             "segments of tokens and of q_tokens: give both or neither (all 1 where one side is one document)"
         )
     if tokens.positions is not None and q_tokens.positions is None and mask.causal:
-        raise ValueError("positions of keys without those of q_tokens: a causal mask needs where each query stands")
+        raise ValueError("positions of keys without those of q_tokens: a causal mask needs the position of each query")
     if tokens.order != "contiguous" and tokens.positions is None:
         raise ValueError(f"keys in {tokens.order} order without positions: give their positions")
     if q_tokens.positions is None and mask.causal and seq > kv_seq:
         raise ValueError(
-            f"seq {seq} queries are the last of kv_seq {kv_seq} keys: there are more; give positions in q_tokens"
+            f"seq {seq} queries are the last of kv_seq {kv_seq} keys by default, and there are more: give positions in "
+            "q_tokens"
         )
     wide = statistics_dtype(q.dtype)
     wire = wire_dtype_or(wide, wire_dtype)
@@ -173,26 +176,32 @@ def tree_partial(
         mask = dataclasses.replace(mask, causal=False)
         tokens = q_tokens = TokenData()
 
-    def per_device(q, k, v, q_tokens, tokens):
-        partial = local_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            q_positions=q_tokens.positions,
-            kv_positions=tokens.positions,
-            q_segments=q_tokens.segments,
-            kv_segments=tokens.segments,
-            out_dtype=wide,
-        )
-        return tree_combine(partial, on.axis, scheme=scheme, inner=inner, wire_dtype=wire)
-
     keys, queries = on.spec("batch", "seq", "heads"), on.spec("batch", None, "heads")
-    specs = (queries, keys, keys, on.spec("batch"), on.spec("batch", "seq"))
-    arrays = (reshard_explicit(x, on.mesh, spec) for x, spec in zip((q, k, v, q_tokens, tokens), specs, strict=True))
     out_heads = (*(on.head_axes or ()), on.axis) if scheme in HEAD_SHARDED else on.head_axes
-    out_specs = PartitionSpec(on.batch_axes, None, out_heads)
-    return jax.shard_map(per_device, mesh=on.mesh, in_specs=specs, out_specs=out_specs)(*arrays)
+    call = ShardMapCall(
+        _tree_on_device,
+        (on.axis, mask, scheme, inner, wide, wire),
+        on.mesh,
+        in_specs=(queries, keys, keys, on.spec("batch"), on.spec("batch", "seq")),
+        out_specs=PartitionSpec(on.batch_axes, None, out_heads),
+    )
+    return call(q, k, v, q_tokens, tokens)
+
+
+def _tree_on_device(settings: tuple, q: Array, k: Array, v: Array, q_tokens: TokenData, tokens: TokenData) -> Partial:
+    axis, mask, scheme, inner, wide, wire = settings
+    partial = local_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        q_positions=q_tokens.positions,
+        kv_positions=tokens.positions,
+        q_segments=q_tokens.segments,
+        kv_segments=tokens.segments,
+        out_dtype=wide,
+    )
+    return tree_combine(partial, axis, scheme=scheme, inner=inner, wire_dtype=wire)
 
 
 def tree_attention(
@@ -214,14 +223,16 @@ def tree_attention(
     `on` is a mesh whose axis "context" splits the keys, or an `AttentionMesh` that names other axes. Arrays are global:
     k and v sharded by tokens, q replicated over the axis. A kv_seq that the axis does not divide is padded here.
     `tokens` are those of the keys, in any order where they have positions (-1 an empty slot, segment 0 padding),
-    `q_tokens` those of the queries; without any, keys are in order and the queries are the last of them.
+    `q_tokens` those of the queries; without any, keys are in token order and the queries are the last of them. Arrays
+    `[batch heads seq head_dim]` must be transposed first: where seq and heads are equal nothing shows the mistake.
+    Outside of jit, arrays are put on the mesh first.
 
-    Each device attends over its own keys, and one message joins the results (arXiv 2408.04093, algorithm 3, in one
-    collective for three). `scheme` "auto" chooses by `choose_scheme`; `inner` says how many neighbours on the axis
-    share fast links. The result's heads are sharded over (head_axes, axis) with the schemes of `HEAD_SHARDED`, which
-    "auto" takes only if `head_sharded`; else it is replicated over the axis. Outputs travel as `wire_dtype`: None for
-    the statistics' dtype, with which an error in bfloat16 does not grow with devices; bfloat16 halves the bytes, for an
-    error up to a half larger.
+    Each device attends over its own keys, and one message joins the results (arXiv 2408.04093, algorithm 3, one
+    collective instead of three). `scheme` "auto" chooses by `choose_scheme`; `inner` says how many neighbours on the
+    axis share fast links. The result's heads are sharded over (head_axes, axis) with the schemes of `HEAD_SHARDED`,
+    which "auto" takes only if `head_sharded`; else it is replicated over the axis. Outputs travel as `wire_dtype`: None
+    for the statistics' dtype, with which an error in bfloat16 does not grow with devices; bfloat16 halves the bytes,
+    for an error up to a half larger.
 
     Raises ValueError where shapes, axes, sizes or the scheme do not fit, naming what would.
     """

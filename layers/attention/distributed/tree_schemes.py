@@ -5,10 +5,12 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from treering.layers.attention.checks import divisors
+
 Scheme = Literal["all_to_all", "all_gather", "two_level", "two_level_gather"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 HEAD_SHARDED: frozenset[Scheme] = frozenset({"all_to_all", "two_level"})
-"""Schemes whose result is each device's share of the heads; the others replicate it over the axis."""
+"""Schemes whose result is each device's part of the heads; the others replicate it over the axis."""
 LAUNCH_BYTES_NEAR = 9_000_000
 LAUNCH_BYTES_FAR = 1_000_000
 """Bytes that a link moves in the time one more collective takes to start: 20 us at 450 GB/s, and at 50 GB/s."""
@@ -29,7 +31,7 @@ def choose_scheme(
     """The scheme for `p` devices: one message, unless a second saves more time on links than it takes to start.
 
     `heads` are those of one tensor shard, `itemsize` the bytes of an output number on the wire, `inner` how many
-    neighbours on the axis share fast links (None for all), `head_sharded` whether the caller takes each device's share
+    neighbours on the axis share fast links (None for all), `head_sharded` whether the caller takes each device's part
     of the heads. `launch_bytes` is what the slowest link moves while a collective starts.
     """
     inner = p if inner is None else inner
@@ -55,10 +57,9 @@ def check_scheme(scheme: str, *, p: int, heads: int, inner: int | None = None) -
     if scheme not in SCHEMES:
         raise ValueError(f"scheme {scheme!r}: the schemes are {', '.join(SCHEMES)}")
     if scheme in HEAD_SHARDED and heads % p:
-        works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
-            f"scheme {scheme!r} deals heads over the context axis, and its size {p} does not divide the {heads} heads "
-            f"of a tensor shard (sizes that work: {works}; scheme 'all_gather' takes any)"
+            f"scheme {scheme!r} splits heads over the context axis, and its size {p} does not divide the {heads} heads "
+            f"of a tensor shard (sizes that work: {divisors(heads)}; scheme 'all_gather' takes any)"
         )
     if scheme == "two_level":
         _check_inner(p, p if inner is None else inner, 2, below=True)

@@ -1,7 +1,7 @@
 """Attention of queries against the paged KV cache of one device, in plain XLA operations.
 
 The order in memory within a page is known here and in `layers.operations.pool` alone: `kv_heads head_dim kv_seq` for
-keys, `kv_heads kv_seq head_dim` for values. So both are the right operand of their product as it stands.
+keys, `kv_heads kv_seq head_dim` for values. So both are the right operand of their product without a transpose.
 """
 
 import jax
@@ -13,7 +13,7 @@ from treering.layers.attention.mask import Mask, visible
 from treering.layers.attention.partial import Partial, statistics_dtype
 
 MANY_QUERIES = 128
-"""Queries a row from which a step takes `KEY_TILE` keys: larger products, for a copy of the keys. For fewer a page."""
+"""Queries per row from which a step takes `KEY_TILE` keys: larger products, for a copy of the keys. Else a page."""
 KEY_TILE = 512
 
 
@@ -31,8 +31,8 @@ def attend_pages(
     """Each row's queries over this device's slots of the row's filled pages.
 
     The filled pages of all rows make one list of work, taken `batch` pages at a time: rows of any lengths share the
-    steps, and an empty page is never read. Where queries are many an item is several pages of a row instead, laid side
-    by side.
+    steps, and an empty page is never read. Where queries are many an item is several consecutive pages of a
+    row instead.
     """
     batch, seq, heads, head_dim = q.shape
     _, _, kv_heads, slots, _ = values.shape
@@ -73,7 +73,7 @@ def attend_pages(
             scores = mask.softcap * jnp.tanh(scores / mask.softcap)
         kv_slots = row_page[:, :, None] * slots + jnp.arange(slots)[None, None, :]
         kv_positions = kv_slots.reshape(batch, -1) * devices + rank
-        # Slots not yet written, and pages past the last, lie after every query's position: causality hides them too.
+        # Slots not yet written, and pages past the last, are after every query's position: causality hides them too.
         seen = visible(mask, q_positions[row], kv_positions) & (item < ends[-1])[:, None, None]
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
         # Items of one row meet in its running maximum and sums.

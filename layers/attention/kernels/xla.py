@@ -1,8 +1,8 @@
 """Local attention in plain XLA operations, a tile of queries against a tile of keys at a time.
 
 The softmax over key tiles is the running one of arXiv 1805.02867 and 2205.14135; the backward pass recomputes the
-weights as exp(score - lse), which needs no maximum (arXiv 2205.14135, algorithm 4). Memory beside the inputs and
-results is that of a few tiles.
+weights as exp(score - lse), which needs no maximum (arXiv 2205.14135, algorithm 4). Memory in addition to inputs
+and results is that of a few tiles.
 
 What makes it fast on a CPU: groups are folded into rows, so each tile is one plain matrix product a key head; no
 product contracts the first dim of its left operand; tiles that no query sees are never visited, and only those that

@@ -128,7 +128,7 @@ def test_a_row_without_keys_changes_nothing_else(x64, monkeypatch):
 
 
 def test_nothing_leaks_between_documents(monkeypatch):
-    """Values and gradients of document 2 are the same bits, whatever stands in document 1."""
+    """Values and gradients of document 2 are the same bits, whatever is in document 1."""
     limit_tiles(monkeypatch, 8)
     q, k, v = arrays()
     segments = jnp.where(jnp.arange(32) < 13, 1, 2)[None]
