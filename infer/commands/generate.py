@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from treering.infer.answer import Answer
     from treering.infer.cache_record import SavedCache
     from treering.infer.engine import Engine
+    from treering.infer.text_generator import TextGenerator
     from treering.models.tokenizer import Tokenizer
 
 
@@ -73,13 +74,36 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     """
     from treering.infer.answer import Answer
     from treering.infer.cache_record import read_saved_cache
+
+    requests = options.request().samples(options.n)
+    saved = None if options.load_cache is None else read_saved_cache(options.load_cache)
+    generator, prompt = prepare(options, saved)
+    session = None if saved is None else generator.restore(saved)
+    reading = None
+    if options.save_cache is not None:
+        held, started = len(session.tokens) if session else 0, time.perf_counter()
+        session = generator.read(prompt, session)
+        reading = Reading(len(prompt) - held, time.perf_counter() - started)
+        generator.save(options.save_cache, session)
+    if session is not None and (options.n > 1 or generator.engine.capacity == len(prompt)):
+        # One answer continues in the session's row; several share its full pages, and where none fits nothing is read.
+        generator.scheduler.release(session)
+        session = None
+    started = time.perf_counter() - (reading.seconds if reading else 0)
+    answers = [Answer(generator.tokenizer, one, len(prompt), started=started) for one in requests]
+    for piece in generator.answer(prompt, answers, streamed=not options.json, session=session):
+        if not options.json:
+            print(piece, end="", flush=True)
+    return report(options, answers, generator.engine, reading)
+
+
+def prepare(options: GenerateOptions, saved: "SavedCache | None") -> "tuple[TextGenerator, list[int]]":
+    """The model, ready to answer, and the prompt's tokens; what does not fit is refused before weights are loaded."""
     from treering.infer.load import load
     from treering.infer.saved_cache import check_new_folder, check_room
     from treering.infer.text_generator import TextGenerator
     from treering.models.conversion.load import open_model
 
-    requests = options.request().samples(options.n)
-    saved = None if options.load_cache is None else read_saved_cache(options.load_cache)
     if options.save_cache is not None:
         check_new_folder(options.save_cache)
     opened = open_model(options.checkpoint)
@@ -90,26 +114,8 @@ def generate(options: GenerateOptions) -> dict[str, object]:
     if options.save_cache is not None:
         check_room(options.save_cache, loaded.cache_bytes(len(prompt)))
     engine = loaded.engine(rows=rows, capacity=min(context, len(prompt) + options.max_new_tokens))
-    held = 0 if saved is None else len(saved.tokens)
-    compile_ahead(engine, options, len(prompt), held)
-    generator = TextGenerator(loaded, engine)
-    session = None if saved is None else generator.restore(saved)
-    reading = None
-    if options.save_cache is not None:
-        started = time.perf_counter()
-        session = generator.read(prompt, session)
-        reading = Reading(len(prompt) - held, time.perf_counter() - started)
-        generator.save(options.save_cache, session)
-    if session is not None and (options.n > 1 or engine.capacity == len(prompt)):
-        # One answer continues in the session's row; several share its full pages, and none needs neither.
-        generator.scheduler.release(session)
-        session = None
-    started = time.perf_counter() - (reading.seconds if reading else 0)
-    answers = [Answer(tokenizer, one, len(prompt), started=started) for one in requests]
-    for piece in generator.answer(prompt, answers, streamed=not options.json, session=session):
-        if not options.json:
-            print(piece, end="", flush=True)
-    return report(options, answers, engine, reading)
+    compile_ahead(engine, options, len(prompt), held=0 if saved is None else len(saved.tokens))
+    return TextGenerator(loaded, engine), prompt
 
 
 def encode_prompt(
@@ -131,7 +137,7 @@ def encode_prompt(
     return prompt
 
 
-def compile_ahead(engine: "Engine", options: GenerateOptions, prompt_tokens: int, held: int) -> None:
+def compile_ahead(engine: "Engine", options: GenerateOptions, prompt_tokens: int, *, held: int) -> None:
     """Compiles what reading and answering the prompt run, where the cache holds the first `held` tokens of it; says how
     long it took."""
     from treering.infer.progress import count, say
