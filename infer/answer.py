@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """After the first token; 0 where there is no second."""
+        """After the first token; 0 where there is no second one."""
         if self.first is None or self.last is None or self.last == self.first:
             return 0.0
         return (len(self.tokens) - 1) / (self.last - self.first)
@@ -84,8 +84,8 @@ class Answer:
 
 
 def joint_record(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What is reported of the answers to one prompt: of one its record, of several their list as `answers` besides what
-    they have in common."""
+    """What is reported of the answers to one prompt: of one its record, of several their list as `answers`, next to
+    what they have in common."""
     first, *others = [answer.record() for answer in answers]
     if not others:
         return first

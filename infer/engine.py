@@ -1,13 +1,13 @@
 """The compiled programs of generation, and the state that they run on.
 
-Four programs, each compiled once a shape: `admit` gives a row its pages and settings, `append` runs prompt tokens
-through the model, `start` draws the first token after a prompt, `decode` draws several tokens in every live row. Which
-requests take which rows is the scheduler's affair (`infer.scheduler`).
+Each is compiled once per shape. `append` runs prompt tokens through the model, `start` draws the first token after a
+prompt, `decode` draws several tokens in every live row; the others change rows and pages without the model. Which
+requests take which rows is up to the scheduler (`infer.scheduler`).
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -34,45 +34,69 @@ PAGE_SLOTS = 128
 which is read whole, costs little."""
 MAX_STEPS = 8
 """Tokens that one call of `decode` draws in each row at most."""
+Logprobs = tuple[Array, Array, Array]
+"""Log-probabilities of tokens `[...]`, and those of the most likely alternatives `[... top]` with their ids."""
+
+
+class Chunk(eqx.Module):
+    """Tokens for some rows of the cache: the first `count` of each row's are appended to row `index`."""
+
+    index: Int[Array, "batch"]
+    tokens: Int[Array, "batch seq"]
+    count: Int[Array, "batch"]
 
 
 def append_tokens(
+    model: Transformer, cache: DecodeState, chunk: Chunk, plan: Plan, precision: Precision, *, fresh: bool = False
+) -> tuple[Float[Array, "batch vocab"], DecodeState]:
+    """Appends a chunk to the cache; logits after each row's last token. `fresh` says that the rows hold nothing yet.
+
+    A plan for prefill spreads the tokens over context, position t on device t mod p as in the cache, and gathers each
+    layer's weights.
+    """
+    logits, cache, _ = _append(model, cache, chunk, plan, precision, fresh)
+    return logits, cache
+
+
+def append_scored(
     model: Transformer,
     cache: DecodeState,
-    index: Int[Array, "batch"],
-    tokens: Int[Array, "batch seq"],
-    count: Int[Array, "batch"],
+    chunk: Chunk,
+    targets: Int[Array, "batch seq"],
     plan: Plan,
     precision: Precision,
     *,
-    fresh: bool = False,
-    targets: Int[Array, "batch seq"] | None = None,
-    top: int = 0,
-) -> tuple[Float[Array, "batch vocab"], DecodeState, tuple[Array, Array, Array] | None]:
-    """Appends the first `count` of `tokens` to the cache's rows `index`; logits after each one's last.
+    top: int,
+) -> tuple[Float[Array, "batch vocab"], DecodeState, Logprobs]:
+    """`append_tokens`, and the log-probability of each target after its token, with `top` alternatives."""
+    logits, cache, all_logits = _append(model, cache, chunk, plan, precision, False)
+    scores = log_probabilities(all_logits().reshape(targets.size, -1), targets.reshape(-1), top)
+    return logits, cache, jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[1:]), scores)
 
-    A plan for prefill spreads the tokens over context, position t on device t mod p as in the cache, and gathers each
-    layer's weights. `fresh` says that the rows hold nothing yet. With `targets`, also the log-probability of each after
-    its token, `[batch seq]`, and the `top` likeliest `[batch seq top]` with their ids.
-    """
-    lengths, seq = cache.lengths[index], tokens.shape[1]
+
+def _append(
+    model: Transformer, cache: DecodeState, chunk: Chunk, plan: Plan, precision: Precision, fresh: bool
+) -> tuple[Float[Array, "batch vocab"], DecodeState, Callable[[], Array]]:
+    """What both do: the last tokens' logits, the cache, and a function that gives the logits of all tokens."""
+    lengths, tokens, seq = cache.lengths[chunk.index], chunk.tokens, chunk.tokens.shape[1]
     devices = plan.size(*plan.axes("seq", seq))
     steps = striped_token_at(lengths, devices, seq)
     if plan.table == "prefill":
         model = gather_on_use(cast_matrices(model, jnp.dtype(precision.compute)), None, plan)
         tokens = jnp.take_along_axis(tokens, steps, axis=1)
-    positions = jnp.where(steps < count[:, None], lengths[:, None] + steps, -1)
-    info = ForwardInfo(positions, None, PagedAttention(cache.table[index], fresh), plan)
+    positions = jnp.where(steps < chunk.count[:, None], lengths[:, None] + steps, -1)
+    info = ForwardInfo(positions, None, PagedAttention(cache.table[chunk.index], fresh), plan)
+
+    def logits_of(hidden):
+        with jax.default_matmul_precision(precision.matmul):
+            return model.unembed(hidden, info)
+
     with jax.default_matmul_precision(precision.matmul):
         hidden, pools = model(tokens, info, cache.pools, dtype=jnp.dtype(precision.compute))
-        last = striped_slot_of(lengths, devices, seq, jnp.maximum(count - 1, 0))[:, None, None]
-        logits = model.unembed(jnp.take_along_axis(hidden, last, axis=1), info)[:, 0]
-        scores = None
-        if targets is not None:
-            table = model.unembed(hidden, info).reshape(targets.size, -1)
-            scores = log_probabilities(table, targets.reshape(-1), top)
-            scores = jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[1:]), scores)
-    return logits, DecodeState(pools, cache.table, cache.lengths.at[index].add(count)), scores
+    last = striped_slot_of(lengths, devices, seq, jnp.maximum(chunk.count - 1, 0))[:, None, None]
+    logits = logits_of(jnp.take_along_axis(hidden, last, axis=1))[:, 0]
+    cache = DecodeState(pools, cache.table, cache.lengths.at[chunk.index].add(chunk.count))
+    return logits, cache, lambda: logits_of(hidden)
 
 
 class Drawn(eqx.Module):
@@ -80,8 +104,7 @@ class Drawn(eqx.Module):
 
     tokens: Int[Array, "*steps batch"]
     """-1 where a row was not live, or the step did not run."""
-    logprobs: tuple[Array, Array, Array] | None
-    """Of each token `[*steps batch]`, and of the likeliest tokens `[*steps batch top]` with their ids."""
+    logprobs: Logprobs | None
 
 
 class Engine:
@@ -90,7 +113,7 @@ class Engine:
     `pages` is the number of cache pages of each group of devices with its own rows (data x fsdp); None for as many as
     all rows need when full. Rows take pages from the pool as their requests are admitted.
 
-    Raises ValueError where the batch is no multiple of the devices over rows, or a size is below one.
+    Raises ValueError where the batch is not a multiple of the devices over rows, or a size is below one.
     """
 
     def __init__(
@@ -106,21 +129,25 @@ class Engine:
         self.groups = plan.size("data", "fsdp")
         if batch < 1 or batch % self.groups:
             raise ValueError(
-                f"batch {batch} is no multiple of mesh.data x mesh.fsdp = {self.groups}: each takes as many rows"
+                f"batch {batch}: it must be a multiple of mesh.data x mesh.fsdp = {self.groups}: each has as many rows"
             )
         if capacity < 1:
-            raise ValueError(f"capacity {capacity}: a row holds at least 1 token")
+            raise ValueError(f"capacity {capacity}: it must be at least 1 token")
         self.model, self.plan, self.precision = model, plan, precision
         self.batch, self.capacity = batch, capacity
         devices = plan.size("context")
         self.page_tokens = min(PAGE_SLOTS, -(-capacity // devices)) * devices
-        self.row_pages = -(-capacity // self.page_tokens)
+        self.row_pages = self.pages_for(capacity)
         self.group_rows = batch // self.groups
         self.group_pages = self.group_rows * self.row_pages if pages is None else pages
         if self.group_pages < 1:
-            raise ValueError(f"pages {pages}: the pool holds at least 1 page")
+            raise ValueError(f"pages {pages}: it must be at least 1")
         self.chunks = choose_chunks(model, plan, capacity)
         self._programs: dict[tuple[Any, ...], Program] = {}
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that this many tokens of a row take."""
+        return -(-tokens // self.page_tokens)
 
     # States.
 
@@ -168,7 +195,8 @@ class Engine:
             self._programs[key] = Program(function, self.model, self.abstract_state(), *inputs)
         return self._programs[key]
 
-    def _some(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def abstract(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of an input that is the same on all devices, as `put` makes it."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
 
     @functools.cached_property
@@ -178,8 +206,8 @@ class Engine:
     def append_program(self, rows: int, chunk: int, *, fresh: bool = False, top: int | None = None) -> Program:
         """`(model, state, index [rows], tokens [rows chunk], count [rows]) -> (state, logits [rows vocab])`.
 
-        `fresh` says that the rows hold nothing yet, which a long chunk makes use of. A short chunk with `top` takes
-        `targets [rows chunk]` besides, and returns besides their log-probabilities and as many alternatives.
+        `fresh` says that the rows hold nothing yet, which a long chunk makes use of. A short chunk with `top` also
+        takes `targets [rows chunk]`, and returns their `Logprobs` with that many alternatives.
         """
         assert top is None or chunk != self.chunks.long, "the vocabulary and a long chunk are split over one axis"
         spread = chunk == self.chunks.long
@@ -187,21 +215,22 @@ class Engine:
         fresh = fresh and spread
 
         def append(model, state, index, tokens, count):
-            logits, cache, _ = append_tokens(
-                model, state.cache, index, tokens, count, plan, self.precision, fresh=fresh
-            )
+            part = Chunk(index, tokens, count)
+            logits, cache = append_tokens(model, state.cache, part, plan, self.precision, fresh=fresh)
             return self._constrain(EngineState(cache, state.rows)), logits
 
-        def append_scored(model, state, index, tokens, count, targets):
-            logits, cache, scores = append_tokens(
-                model, state.cache, index, tokens, count, plan, self.precision, targets=targets, top=top or 0
+        def append_with_scores(model, state, index, tokens, count, targets):
+            logits, cache, scores = append_scored(
+                model, state.cache, Chunk(index, tokens, count), targets, plan, self.precision, top=top or 0
             )
             return self._constrain(EngineState(cache, state.rows)), logits, scores
 
-        shapes = self._some(rows), self._some(rows, chunk), self._some(rows)
+        shapes = self.abstract(rows), self.abstract(rows, chunk), self.abstract(rows)
         if top is None:
             return self._program(("append", rows, chunk, fresh), append, *shapes)
-        return self._program(("append", rows, chunk, top), append_scored, *shapes, self._some(rows, chunk))
+        return self._program(
+            ("append scored", rows, chunk, top), append_with_scores, *shapes, self.abstract(rows, chunk)
+        )
 
     def start_program(self, kind: Kind, top: int | None) -> Program:
         """`(model, state, logits [groups vocab], index [groups], done [groups]) -> (state, Drawn)`.
@@ -224,21 +253,19 @@ class Engine:
             jnp.dtype(self.precision.compute),
             sharding=self.plan.sharding("batch vocab", (self.groups, self.model.config.vocab)),
         )
-        shapes = logits, self._some(self.groups), self._some(self.groups, dtype=bool)
+        shapes = logits, self.abstract(self.groups), self.abstract(self.groups, dtype=bool)
         return self._program(("start", kind, top), start, *shapes)
 
     def decode_program(self, kind: Kind = "greedy", top: int | None = None) -> Program:
         """`(model, state, steps) -> (state, Drawn)`: up to `steps` tokens, at most `MAX_STEPS`, in each live row.
 
-        Ends early when no row is live. With `top`, log-probabilities and as many alternatives.
+        Ends early when no row is live. With `top`, also their `Logprobs` with that many alternatives.
         """
 
         def step(model, i, state, drawn):
             live = state.rows.live
-            index = jnp.arange(self.batch)
-            logits, cache, _ = append_tokens(
-                model, state.cache, index, state.rows.token[:, None], live.astype(jnp.int32), self.plan, self.precision
-            )
+            tokens = Chunk(jnp.arange(self.batch), state.rows.token[:, None], live.astype(jnp.int32))
+            logits, cache = append_tokens(model, state.cache, tokens, self.plan, self.precision)
             token = draw(logits, state.rows.sampling, state.rows.drawn, kind, self.plan)
             new = Drawn(jnp.where(live, token, -1), None if top is None else log_probabilities(logits, token, top))
             drawn = jax.tree.map(lambda all, one: all.at[i].set(one), drawn, new)
@@ -259,42 +286,36 @@ class Engine:
             )
             return state, drawn
 
-        return self._program(("decode", kind, top), decode, self._some())
+        return self._program(("decode", kind, top), decode, self.abstract())
 
     def admit_program(self) -> Program:
-        """`(model, state, row, length, pages [row_pages], SequenceState of one) -> state`: the row has these pages,
-        whose first `length` tokens are its own."""
-
-        def admit(model, state, row, length, pages, new):
-            cache = DecodeState(
-                state.cache.pools,
-                state.cache.table.at[row].set(pages),
-                state.cache.lengths.at[row].set(length),
-            )
-            return self._constrain(EngineState(cache, set_rows(state.rows, row[None], new)))
-
+        """`(model, state, row, length, pages [row_pages], SequenceState of one) -> state`: see `EngineState.admit`."""
         one = jax.tree.map(
-            lambda leaf: self._some(1, *leaf.shape[1:], dtype=leaf.dtype), eqx.filter_eval_shape(self._make_state).rows
+            lambda leaf: self.abstract(1, *leaf.shape[1:], dtype=leaf.dtype),
+            eqx.filter_eval_shape(self._make_state).rows,
         )
-        return self._program(("admit",), admit, self._some(), self._some(), self._some(self.row_pages), one)
+        shapes = self.abstract(), self.abstract(), self.abstract(self.row_pages), one
+        return self._program(("admit",), lambda _, state, *new: self._constrain(state.admit(*new)), *shapes)
 
     def copy_program(self) -> Program:
-        """`(model, state, source [groups], target [groups]) -> state`: in each group a page becomes as another is."""
+        """`(model, state, source [groups], target [groups]) -> state`: see `EngineState.copy_pages`."""
 
         def copy(model, state, source, target):
-            pools = tuple(pool.with_copies(source, target, self.plan) for pool in state.cache.pools)
-            return self._constrain(eqx.tree_at(lambda state: state.cache.pools, state, pools))
+            return self._constrain(state.copy_pages(source, target, self.plan))
 
-        return self._program(("copy",), copy, self._some(self.groups), self._some(self.groups))
+        return self._program(("copy",), copy, self.abstract(self.groups), self.abstract(self.groups))
 
     def release_program(self) -> Program:
-        """`(model, state, row) -> state`: the row draws no more."""
+        """`(model, state, row) -> state`: see `EngineState.release`."""
+        return self._program(("release",), lambda _, state, row: self._constrain(state.release(row)), self.abstract())
 
-        def release(model, state, row):
-            rows = eqx.tree_at(lambda rows: rows.live, state.rows, state.rows.live.at[row].set(False))
-            return self._constrain(EngineState(state.cache, rows))
-
-        return self._program(("release",), release, self._some())
+    def pool_program(self, name: str, function: Any, place: int, *inputs: Any) -> Program:
+        """`function(None, pool, *inputs)` for the pool at a place of the pattern; pools of one shape share programs."""
+        pool = self.abstract_state().cache.pools[place]
+        key = name, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((pool, inputs)))
+        if key not in self._programs:
+            self._programs[key] = Program(function, None, pool, *inputs)
+        return self._programs[key]
 
     def compile(
         self,
@@ -306,7 +327,7 @@ class Engine:
         scored: int | None = None,
     ) -> None:
         """Compiles ahead all that one request with a prompt of this length runs, whose row holds `held` of it; with
-        `scored`, so many alternatives to the prompt's tokens are reported."""
+        `scored`, that many alternatives to the prompt's tokens are reported."""
         chunks = self.chunks if scored is None else Chunks()
         for place, chunk in enumerate(chunks.of(prompt_tokens - held)):
             self.append_program(self.groups, chunk, fresh=place == held == 0, top=scored)

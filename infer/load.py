@@ -1,18 +1,17 @@
 """From options to an engine: checkpoint, tokenizer, devices, mesh."""
 
-import sys
 import time
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from treering.configs.infer import DeviceOptions
 from treering.configs.model import ModelConfig
 from treering.configs.precision import Precision
+from treering.infer.cache_record import ModelIdentity, SavedCache
 from treering.infer.engine import Engine
-from treering.infer.request import Session
-from treering.infer.saved_cache import ModelIdentity, SavedCache, load_cache, save_cache
-from treering.infer.scheduler import Scheduler
+from treering.infer.progress import count, say
 from treering.layers.parallel.devices import describe, plan_for, simulate_cpu_devices
 from treering.layers.parallel.sharding import Plan
 from treering.models.checkpoint.hashing import fingerprint, hash_arrays
@@ -20,11 +19,6 @@ from treering.models.checkpoint.model import named_leaves
 from treering.models.conversion.load import OpenModel
 from treering.models.tokenizer import Tokenizer
 from treering.models.transformer import Transformer, check_mesh
-
-
-def say(*words: object) -> None:
-    """A line of diagnostics, on standard error."""
-    print(*words, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -39,12 +33,17 @@ class Loaded:
     """What its caches belong to, where the fingerprint of its weights was asked for."""
 
     def engine(self, *, rows: int, capacity: int) -> Engine:
-        """An engine for `rows` rows, rounded up to what the mesh divides; says what its cache takes."""
+        """An engine for `rows` rows, rounded up to what the mesh divides; says how large its cache is."""
         groups = self.plan.size("data", "fsdp")
         batch = -(-rows // groups) * groups
         engine = Engine(self.model, self.plan, self.precision, batch=batch, capacity=capacity)
-        say(f"cache {engine.cache_bytes_per_device():,} bytes a device, for {batch} x {capacity} tokens")
+        size = f"{count(batch, 'row')} of {count(capacity, 'token')}"
+        say(f"cache {engine.cache_bytes_per_device():,} bytes per device, for {size}")
         return engine
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of the keys and values of this many tokens."""
+        return tokens * self.model.config.kv_bytes_per_token(np.dtype(self.precision.cache).itemsize)
 
 
 def make_plan(config: ModelConfig, options: DeviceOptions) -> tuple[Plan, Precision]:
@@ -66,10 +65,10 @@ def load(
     saved: SavedCache | None = None,
     fingerprinted: bool = False,
 ) -> Loaded:
-    """Weights onto devices, to generate for `rows` rows at a time; says the mesh and the time it took.
+    """Weights onto devices, to generate for `rows` rows at a time; says the mesh and how long it took.
 
-    The weights' fingerprint takes another pass over them. Raises ValueError where `saved` is of another model, dtype or
-    weights.
+    A fingerprint of the weights takes another pass over them. Raises ValueError where `saved` is of another model,
+    dtype or weights.
     """
     plan, precision = make_plan(opened.config, options)
     if saved is not None:
@@ -90,21 +89,3 @@ def load(
     whose = {"checkpoint": opened.name, "weights": weights, "dtype": precision.cache}
     identity = ModelIdentity.of(opened.config, **whose) if hashed else None
     return Loaded(model, tokenizer, plan, precision, identity)
-
-
-def restore(saved: SavedCache, scheduler: Scheduler) -> Session:
-    """`load_cache`; says what it was and the time it took."""
-    started = time.perf_counter()
-    session, size = load_cache(saved, scheduler)
-    took = time.perf_counter() - started
-    say(f"{len(saved.tokens)} tokens loaded from {saved.folder}: {size:,} bytes in {took:.1f} s")
-    return session
-
-
-def keep(folder: str, scheduler: Scheduler, session: Session, identity: ModelIdentity | None) -> None:
-    """`save_cache`; says what it was and the time it took."""
-    assert identity is not None, "loaded without a fingerprint"
-    started = time.perf_counter()
-    size = save_cache(folder, scheduler, session, identity)
-    took = time.perf_counter() - started
-    say(f"{len(session.tokens)} tokens saved in {folder}: {size:,} bytes in {took:.1f} s")

@@ -1,4 +1,4 @@
-"""Which pages of the KV cache are free, and what the others hold, kept on the host.
+"""Which pages of the KV cache are free, and what the others hold; kept on the host.
 
 A full page's keys and values depend on its tokens and on all tokens before it, so a page is known by the hash of both:
 rows whose texts begin alike share pages by reference. A row only writes past what it shares. Pages that no row holds
@@ -83,7 +83,7 @@ class Pages:
                 self._known[group][key], self._keys[group][page] = page, key
 
     def give_back(self, group: int, pages: Sequence[int]) -> None:
-        """The pages of a row that has ended. A text's last page is forgotten before those that it goes on from."""
+        """The pages of a row that has ended. A text's last page is forgotten before those before it."""
         for page in reversed(pages):
             self._rows[group][page] -= 1
             if self._rows[group][page]:

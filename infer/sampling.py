@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from treering.layers.parallel.sharding import Plan, array_field
 
 Kind = Literal["greedy", "temperature", "full"]
-"""What a batch needs: argmax alone, temperature besides, or everything. The first two never gather the logits."""
+"""What a batch needs: argmax alone, temperature in addition, or everything. The first two never gather the logits."""
 
 
 # On the devices, or on their way there.
@@ -72,7 +72,7 @@ def draw(
     kind: Kind,
     plan: Plan,
 ) -> Int[Array, "batch"]:
-    """The next token of each row, where `drawn` tokens came before. Temperature 0 takes the likeliest.
+    """The next token of each row, where `drawn` tokens came before. Temperature 0 takes the most likely.
 
     A draw is the argmax of perturbed scores (Gumbel), so it needs no more messages than greedy choice.
     """
@@ -114,7 +114,7 @@ def keep_top_k(scores: Float[Array, "batch vocab"], k: Int[Array, "batch"]) -> F
 
 
 def keep_top_p(scores: Float[Array, "batch vocab"], p: Float[Array, "batch"]) -> Float[Array, "batch vocab"]:
-    """The fewest likeliest tokens whose probabilities reach `p`, the one that crosses it included; at least one."""
+    """The fewest most likely tokens whose probabilities reach `p`, the one that crosses it included; at least one."""
     order = jnp.argsort(scores, axis=-1)
     below = jnp.cumsum(jax.nn.softmax(jnp.take_along_axis(scores, order, axis=-1), axis=-1), axis=-1)
     dropped = (below <= 1 - p[:, None]) & (p[:, None] < 1)
@@ -124,7 +124,7 @@ def keep_top_p(scores: Float[Array, "batch vocab"], p: Float[Array, "batch"]) ->
 
 
 def keep_min_p(scores: Float[Array, "batch vocab"], p: Float[Array, "batch"]) -> Float[Array, "batch vocab"]:
-    """Tokens at least `p` times as likely as the likeliest."""
+    """Tokens at least `p` times as likely as the most likely."""
     probabilities = jax.nn.softmax(scores, axis=-1)
     return jnp.where(probabilities < p[:, None] * jnp.max(probabilities, axis=-1, keepdims=True), -jnp.inf, scores)
 
@@ -157,7 +157,7 @@ def log_probabilities(
     logits: Float[Array, "batch vocab"], tokens: Int[Array, "batch"], top: int
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch top"], Int[Array, "batch top"]]:
     """Of the raw distribution, before any penalty or temperature: the log-probability of `tokens`, and the `top`
-    likeliest tokens with theirs."""
+    most likely tokens with theirs."""
     table = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     values, ids = lax.top_k(table, top)
     return jnp.take_along_axis(table, tokens[:, None], axis=-1)[:, 0], values, ids

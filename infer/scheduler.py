@@ -1,8 +1,8 @@
 """Continuous batching: requests join and leave a running batch.
 
 A request waits until a row and the pages for all its tokens are free, then its prompt is appended chunk by chunk,
-between which running rows decode, so that no row stalls for longer than a chunk. A row that ends gives its pages back
-at once. Full pages of a prompt that another request has read already are shared and not read again.
+between which running rows decode, so that no row stalls for longer than a chunk. A row that ends returns its pages at
+once. Full pages of a prompt that another request has read already are shared and not read again.
 """
 
 import itertools
@@ -10,14 +10,19 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import equinox as eqx
+import jax
 import numpy as np
 
 from treering.configs.sampling import RequestConfig
 from treering.infer.chunks import Chunks
 from treering.infer.engine import MAX_STEPS, Drawn, Engine
 from treering.infer.pages import Pages, page_keys
-from treering.infer.request import Event, FinishReason, Request, Session, TokenLogprob, least_program
+from treering.infer.prefill import PrefillBatch, Reading
+from treering.infer.request import Event, Request, Session, TokenLogprob, least_program
 from treering.infer.sequence_state import SequenceState
+from treering.infer.validation import check_prompt, check_settings
+from treering.layers.operations.pool import PagePool
 
 
 class Scheduler:
@@ -58,41 +63,22 @@ class Scheduler:
         session's row holds are not read again.
 
         A row stops at any of `end_ids` ("stop"), or after max_new_tokens or at the engine's capacity ("length"). Where
-        that leaves no token to draw, the prompt is read all the same for a `session`, and for nobody else.
+        that leaves no token to draw, the prompt is still read for a `session`, and only then.
 
         Raises ValueError for an empty prompt, one longer than the capacity, ids beyond the vocabulary, and a request
         that the pool could never hold.
         """
-        engine, vocab = self.engine, self.engine.model.config.vocab
-        if not prompt:
-            raise ValueError("the prompt is empty: give at least one token to continue from")
-        if len(prompt) > engine.capacity:
-            raise ValueError(f"the prompt has {len(prompt)} tokens and a row holds {engine.capacity}: shorten it")
-        wrong = [token for token in prompt if not 0 <= token < vocab]
-        if wrong:
-            raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {vocab}")
+        engine = self.engine
         budget = min(config.max_new_tokens, engine.capacity - len(prompt))
-        pages = -(-(len(prompt) + budget) // engine.page_tokens)
-        if pages > engine.group_pages:
-            raise ValueError(
-                f"{len(prompt)} prompt and {budget} new tokens take {pages} pages of {engine.page_tokens} tokens, and "
-                f"the pool has {engine.group_pages}: ask for fewer, or build the engine with more pages"
-            )
-        if config.prompt_logprobs and budget == 0:
-            raise ValueError(
-                f"prompt_logprobs of a prompt that fills the row's {engine.capacity} tokens: it must leave room for 1"
-            )
-        if config.prompt_logprobs and session is not None:
-            raise ValueError("prompt_logprobs in a session: what its row holds is not read again; submit without one")
-        # Checked here, so that a wrong bias is refused before anything runs.
-        SequenceState.of_request(prompt, budget, end_ids, config.sampling, vocab)
+        check_prompt(engine, prompt, budget)
+        check_settings(engine, config, end_ids, budget=budget, in_session=session is not None)
         request = Request(
             next(self._numbers),
             list(prompt),
             config,
             frozenset(end_ids),
             budget,
-            pages,
+            engine.pages_for(len(prompt) + budget),
             streamed,
             session or Session(),
             session is not None,
@@ -133,12 +119,24 @@ class Scheduler:
         while not self.is_idle:
             yield from self.step()
 
+    def unread(self, number: int) -> int:
+        """Tokens of a request's prompt that are still to be read: 0 for one that has ended."""
+        for request in self._rows:
+            if request is not None and request.number == number:
+                return request.left
+        for request in self._waiting:
+            if request.number == number:
+                keys = request.shareable(self.engine.page_tokens)
+                shared = max(len(self.pages.find(group, keys)) for group in range(self.engine.groups))
+                return len(request.prompt) - max(request.in_session(), shared * self.engine.page_tokens)
+        return 0
+
     def hold(self, tokens: Sequence[int]) -> Session:
-        """A session that has a row and pages for `tokens`, whose keys and values are for the caller to write there.
+        """A session that has a row and pages for `tokens`, whose keys and values the caller writes there.
 
         Raises ValueError where no row has room for them.
         """
-        count = -(-len(tokens) // self.engine.page_tokens)
+        count = self.engine.pages_for(len(tokens))
         free = [row for row, request in enumerate(self._rows) if request is None and row not in self._pinned]
         free = [row for row in free if self.pages.free(self._group(row)) >= count]
         if not free or len(tokens) > self.engine.capacity:
@@ -149,8 +147,16 @@ class Scheduler:
         self._pinned.add(free[0])
         return Session(free[0], self.pages.take(self._group(free[0]), count), list(tokens))
 
+    def pool(self, place: int) -> PagePool:
+        """The keys and values of the layers at a place of the pattern, for programs of `Engine.pool_program`."""
+        return self.state.cache.pools[place]
+
+    def replace_pool(self, place: int, pool: PagePool) -> None:
+        """Puts back what such a program returned."""
+        self.state = eqx.tree_at(lambda state: state.cache.pools[place], self.state, pool)
+
     def close(self, session: Session) -> None:
-        """Gives a session's row and pages back."""
+        """Frees a session's row and pages."""
         if session.row is not None:
             assert self._rows[session.row] is None, "a request still uses the session"
             self.pages.give_back(self._group(session.row), session.pages)
@@ -171,7 +177,7 @@ class Scheduler:
         self._rows[row] = None
         # The cache holds what was appended; the last token drawn is not in it yet.
         request.session.tokens = request.prompt[: request.done] + request.drawn[:-1]
-        if not request.kept:
+        if not request.pinned:
             self.release(request.session, request.caller)
 
     def _admit(self) -> None:
@@ -182,7 +188,8 @@ class Scheduler:
             session = request.session
             missing = max(request.pages - len(session.pages), 0)
             rows = [session.row] if session.row is not None else range(engine.batch)
-            shared = [self.pages.find(group, self._shareable(request)) for group in range(engine.groups)]
+            keys = request.shareable(engine.page_tokens)
+            shared = [self.pages.find(group, keys) for group in range(engine.groups)]
             fitting = [
                 row
                 for row in rows
@@ -198,20 +205,15 @@ class Scheduler:
             self._waiting.popleft()
             self._rows[row] = request
             session.row = row
-            if request.kept:
+            if request.pinned:
                 self._pinned.add(row)
             self.pages.share(group, shared[group])
             session.pages += shared[group] + self.pages.take(group, missing - len(shared[group]))
-            # At least one token is read anew: the next one is drawn from its logits.
-            same = itertools.takewhile(
-                lambda pair: pair[0] == pair[1], zip(session.tokens, request.prompt, strict=False)
-            )
-            request.done = min(len(list(same)), len(request.prompt) - 1)
-            request.done = max(request.done, len(shared[group]) * engine.page_tokens)
+            request.done = max(request.in_session(), len(shared[group]) * engine.page_tokens)
             self._admit_on_device(row, request)
 
     def _admit_on_device(self, row: int, request: Request) -> None:
-        """Tells the devices of a request's row."""
+        """Puts a request's pages and settings into its row on the devices."""
         engine = self.engine
         table = np.zeros(engine.row_pages, np.int32)
         table[: len(request.session.pages)] = request.session.pages
@@ -227,18 +229,12 @@ class Scheduler:
             engine.put(new),
         )
 
-    def _shareable(self, request: Request) -> list[bytes]:
-        """The prompt's pages before its last token, which is always read; none where all tokens are to be scored."""
-        if request.config.prompt_logprobs:
-            return []
-        return request.keys[: (len(request.prompt) - 1) // self.engine.page_tokens]
-
     def _share(self, row: int, request: Request) -> None:
         """Takes over what became known while the request waited for its turn to be read: full pages by reference, and
-        of the page after them a copy, where the row of a prompt that goes on alike holds it."""
+        a copy of the page after them, where the row of a prompt that continues alike holds it."""
         engine, group, pages = self.engine, self._group(row), request.session.pages
         before = request.done
-        shared = self.pages.find(group, self._shareable(request))
+        shared = self.pages.find(group, request.shareable(engine.page_tokens))
         if len(shared) * engine.page_tokens > request.done:
             self.pages.share(group, shared)
             self.pages.give_back(group, pages[: len(shared)])
@@ -246,7 +242,8 @@ class Scheduler:
             request.done = len(shared) * engine.page_tokens
         neighbours = self._rows[group * engine.group_rows : (group + 1) * engine.group_rows]
         longest, source = max(
-            ((self._alike(request, other), other) for other in neighbours if other), key=lambda pair: pair[0]
+            ((request.shared_with(other, engine.page_tokens), other) for other in neighbours if other),
+            key=lambda pair: pair[0],
         )
         left = len(request.prompt) - request.done, len(request.prompt) - longest
         if longest and sum(engine.chunks.of(left[1])) < sum(engine.chunks.of(left[0])):
@@ -258,123 +255,101 @@ class Scheduler:
         if request.done > before:
             self._admit_on_device(row, request)
 
-    def _alike(self, request: Request, other: Request) -> int:
-        """Tokens that a request would have done with the page after its shared ones as the row of another holds it; 0
-        where their texts differ before, or are none of each other's business."""
-        start = request.done
-        page = start // self.engine.page_tokens
-        if other is request or other.kept or request.kept or other.caller != request.caller:
-            return 0
-        if request.config.prompt_logprobs:
-            return 0
-        if other.keys[:page] != request.keys[:page]:
-            return 0
-        end = min((page + 1) * self.engine.page_tokens, len(request.prompt) - 1, other.done)
-        same = itertools.takewhile(lambda at: request.prompt[at] == other.prompt[at], range(start, end))
-        return start + len(list(same))
-
     def _group(self, row: int) -> int:
         return row // self.engine.group_rows
 
     def _prefill(self) -> None:
         """One chunk of the oldest unfinished prompt of each group."""
-        engine = self.engine
-        chosen: list[tuple[int, int, Request]] = []
+        readings = self._choose_prompts()
+        if not readings:
+            return
+        batch = self._make_batch(readings)
+        logits = self._append(batch)
+        self._finish_prompts(batch, logits)
+
+    def _choose_prompts(self) -> list[Reading]:
+        engine, chosen = self.engine, []
         for group in range(engine.groups):
             rows = range(group * engine.group_rows, (group + 1) * engine.group_rows)
-            unfinished = [(r.number, row, r) for row in rows if (r := self._rows[row]) and r.done < len(r.prompt)]
-            if unfinished:
-                _, row, request = min(unfinished)
+            unread = [(r.number, row, r) for row in rows if (r := self._rows[row]) and not r.is_read]
+            if unread:
+                _, row, request = min(unread)
                 if not request.begun:
                     self._share(row, request)
                     request.begun = True
-                chosen.append((group, row, request))
-        if not chosen:
-            return
-        scored = [request.config.logprobs or 0 for _, _, request in chosen if request.config.prompt_logprobs]
-        chunks = Chunks() if scored else engine.chunks
-        beside = bool(self._running())
-        size = max(chunks.next(len(r.prompt) - r.done, beside_others=beside) for _, _, r in chosen)
-        fresh = not any(request.done for _, _, request in chosen)
-        # A group without a prompt names a row of its own, for which nothing is appended.
-        index = np.arange(engine.groups, dtype=np.int32) * engine.group_rows
-        count = np.zeros(engine.groups, np.int32)
-        tokens, done = np.zeros((engine.groups, size), np.int32), np.zeros(engine.groups, bool)
-        targets = np.zeros_like(tokens)
-        for group, row, request in chosen:
-            part = request.prompt[request.done : request.done + size]
-            index[group], count[group] = row, len(part)
-            tokens[group, : len(part)] = part
-            following = request.prompt[request.done + 1 : request.done + size + 1]
-            targets[group, : len(following)] = following
-            request.done += len(part)
-            done[group] = request.done == len(request.prompt) and request.budget > 0
-        inputs = [engine.put(index), engine.put(tokens), engine.put(count)]
-        if scored:
-            append = engine.append_program(engine.groups, size, top=max(scored))
-            self.state, logits, scores = append(engine.model, self.state, *inputs, engine.put(targets))
-            own, values, ids = (np.asarray(x) for x in scores)
-            for group, _, request in chosen:
-                if request.config.prompt_logprobs:
-                    # A target for each token appended, but for the prompt's last.
-                    some = range(count[group] - (request.done == len(request.prompt)))
-                    top = request.config.logprobs
-                    request.scored += [
-                        TokenLogprob.of(own[group, i], values[group, i], ids[group, i], top) for i in some
-                    ]
+                chosen.append(Reading(group, row, request))
+        return chosen
+
+    def _make_batch(self, readings: list[Reading]) -> PrefillBatch:
+        engine = self.engine
+        # A long chunk cannot be scored.
+        scored = any(reading.request.config.prompt_logprobs for reading in readings)
+        chunks, running = Chunks() if scored else engine.chunks, bool(self._running())
+        size = max(chunks.next(reading.request.left, beside_others=running) for reading in readings)
+        return PrefillBatch(readings, groups=engine.groups, group_rows=engine.group_rows, size=size)
+
+    def _append(self, batch: PrefillBatch) -> jax.Array:
+        """Runs the batch; returns the logits after each prompt's chunk."""
+        engine, top = self.engine, batch.top
+        inputs = [engine.put(batch.index), engine.put(batch.tokens), engine.put(batch.count)]
+        if top is None:
+            program = engine.append_program(engine.groups, batch.size, fresh=batch.fresh)
+            self.state, logits = program(engine.model, self.state, *inputs)
+            batch.mark_read()
         else:
-            append = engine.append_program(engine.groups, size, fresh=fresh)
-            self.state, logits = append(engine.model, self.state, *inputs)
-        for group, _, request in chosen:
+            program = engine.append_program(engine.groups, batch.size, top=top)
+            self.state, logits, scores = program(engine.model, self.state, *inputs, engine.put(batch.targets))
+            batch.mark_read()
+            batch.keep_scores([np.asarray(x) for x in scores])
+        return logits
+
+    def _finish_prompts(self, batch: PrefillBatch, logits: jax.Array) -> None:
+        """Full pages become known, and prompts that were read to their ends draw their first tokens."""
+        engine, done = self.engine, np.zeros(self.engine.groups, bool)
+        for reading in batch.readings:
+            request = reading.request
             full = min(request.done // engine.page_tokens, len(request.keys))
-            self.pages.remember(group, request.keys[:full], request.session.pages[:full])
-        for _, row, request in chosen:
-            if request.done == len(request.prompt) and request.budget == 0:
+            self.pages.remember(reading.group, request.keys[:full], request.session.pages[:full])
+            done[reading.group] = request.is_read and request.budget > 0
+            if request.is_read and request.budget == 0:
                 self._events.append(Event(request.number, None, "length"))
-                self._leave(row)
+                self._leave(reading.row)
         if done.any():
-            ended = [request for group, _, request in chosen if done[group]]
-            start = engine.start_program(*least_program([request.config for request in ended]))
-            self.state, drawn = start(engine.model, self.state, logits, engine.put(index), engine.put(done))
-            self._tell(drawn, index)
+            asked = [reading.request.config for reading in batch.readings if done[reading.group]]
+            start = engine.start_program(*least_program(asked))
+            self.state, drawn = start(engine.model, self.state, logits, engine.put(batch.index), engine.put(done))
+            self._report(drawn, batch.index)
 
     def _running(self) -> list[Request]:
         """The requests whose prompts are read."""
-        return [request for request in self._rows if request and request.done == len(request.prompt)]
+        return [request for request in self._rows if request and request.is_read]
 
     def _decode(self) -> None:
         running = self._running()
         if not running:
             return
         # Somebody waits: for this token, or for the next chunk of a prompt.
-        patient = not (self._waiting or any(request and request not in running for request in self._rows))
+        patient = not (self._waiting or any(request and not request.is_read for request in self._rows))
         steps = MAX_STEPS if patient and not any(request.streamed for request in running) else 1
         program = self.engine.decode_program(*least_program([request.config for request in running]))
         if steps not in self._counts:
             self._counts[steps] = self.engine.put(np.int32(steps))
         self.state, drawn = program(self.engine.model, self.state, self._counts[steps])
-        self._tell(drawn, np.arange(self.engine.batch))
+        self._report(drawn, np.arange(self.engine.batch))
 
-    def _tell(self, drawn: Drawn, rows: np.ndarray) -> None:
+    def _report(self, drawn: Drawn, rows: np.ndarray) -> None:
         """Events of the tokens drawn, `[steps some]`, in `rows`; rows that ended are free."""
         tokens = np.asarray(drawn.tokens)
         logprobs = None if drawn.logprobs is None else [np.asarray(x) for x in drawn.logprobs]
         for step, column in np.argwhere(tokens >= 0):
-            row, token = int(rows[column]), int(tokens[step, column])
+            row = int(rows[column])
             request = self._rows[row]
             assert request is not None
-            request.drawn.append(token)
-            reason: FinishReason | None = None
-            if token in request.end_ids:
-                reason = "stop"
-            elif len(request.drawn) == request.budget:
-                reason = "length"
             logprob = None
             if logprobs is not None and request.config.logprobs is not None:
                 own, values, ids = (x[step, column] for x in logprobs)
                 logprob = TokenLogprob.of(own, values, ids, request.config.logprobs)
-            asked = request.config.prompt_logprobs and len(request.drawn) == 1
-            scored = tuple(request.scored) if asked else None
-            self._events.append(Event(request.number, token, reason, logprob, scored))
-            if reason is not None:
+            event = request.draw(int(tokens[step, column]), logprob)
+            self._events.append(event)
+            if event.finish_reason is not None:
                 self._leave(row)

@@ -1,4 +1,4 @@
-"""What the device keeps of each row beside its cache: the last token, and when to stop."""
+"""What the device keeps of each row in addition to its cache: the last token, and when to stop."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 from treering.configs.sampling import SamplingConfig
 from treering.infer.sampling import AnyArray, SamplingRows
 from treering.layers.operations.pool import DecodeState
-from treering.layers.parallel.sharding import array_field
+from treering.layers.parallel.sharding import Plan, array_field
 
 MAX_ENDS = 8
 """End tokens that a row is stopped at on device."""
@@ -27,7 +27,7 @@ class SequenceState(eqx.Module):
     token: Int[AnyArray, "batch"] = array_field("batch")
     """The last token drawn; the cache does not hold it yet."""
     live: Bool[AnyArray, "batch"] = array_field("batch")
-    """Whether the row goes on."""
+    """Whether the row draws more tokens."""
     drawn: Int[AnyArray, "batch"] = array_field("batch")
     budget: Int[AnyArray, "batch"] = array_field("batch")
     """Tokens that the row may draw in all."""
@@ -52,16 +52,9 @@ class SequenceState(eqx.Module):
     def of_request(
         prompt: Sequence[int], budget: int, end_ids: Collection[int], sampling: SamplingConfig, vocab: int
     ) -> "SequenceState":
-        """One row, not live yet, as host arrays.
-
-        Raises ValueError for more end tokens than a row takes, and for a bias beyond the vocabulary.
-        """
-        if len(end_ids) > MAX_ENDS:
-            raise ValueError(f"{len(end_ids)} end tokens: a row takes up to {MAX_ENDS}")
+        """One row, not live yet, as host arrays; for settings that `check_settings` let pass."""
         bias: Any = np.zeros((1, vocab), np.float32)
         for token, value in sampling.logit_bias:
-            if not 0 <= token < vocab:
-                raise ValueError(f"logit_bias of token {token}: it is outside the vocabulary of {vocab}")
             bias[0, token] = value
         prompted: Any = np.zeros((1, vocab), bool)
         prompted[0, list(prompt)] = True
@@ -112,6 +105,22 @@ class EngineState(eqx.Module):
 
     cache: DecodeState
     rows: SequenceState
+
+    def admit(
+        self, row: Int[Array, ""], length: Int[Array, ""], pages: Int[Array, "row_pages"], new: SequenceState
+    ) -> "EngineState":
+        """With these pages for a row, the first `length` tokens of which are its own, and its settings."""
+        table, lengths = self.cache.table.at[row].set(pages), self.cache.lengths.at[row].set(length)
+        return EngineState(DecodeState(self.cache.pools, table, lengths), set_rows(self.rows, row[None], new))
+
+    def release(self, row: Int[Array, ""]) -> "EngineState":
+        """With a row that draws no more."""
+        return eqx.tree_at(lambda state: state.rows.live, self, self.rows.live.at[row].set(False))
+
+    def copy_pages(self, source: Int[Array, "groups"], target: Int[Array, "groups"], plan: Plan) -> "EngineState":
+        """With one page of each group copied to another of its pages."""
+        pools = tuple(pool.with_copies(source, target, plan) for pool in self.cache.pools)
+        return eqx.tree_at(lambda state: state.cache.pools, self, pools)
 
 
 def at_rows(tree: SequenceState, index: Int[Array, "some"]) -> SequenceState:

@@ -32,8 +32,8 @@ def decode_program(mesh, sizes, *, unrolled, batch=1, capacity=16384, loops: hlo
     ],
 )
 def test_one_all_to_all_and_two_all_reduces_a_layer(mesh, sizes, unrolled):
-    """In one step (`loops=1`): beside those, one all-reduce for the embedding's lookup, one all-gather of pairs for the
-    argmax."""
+    """In one step (`loops=1`): in addition to those, one all-reduce for the embedding's lookup, one all-gather of pairs
+    for the argmax."""
     engine, program = decode_program(mesh, sizes, unrolled=unrolled)
     config = engine.model.config
     assert program.launches() == {
@@ -81,7 +81,7 @@ def test_a_step_reads_each_weight_and_each_filled_page_once(mesh, context, unrol
     arguments = program.parameters.values()
     weights = sum(x.bytes for x in arguments if x.source.startswith("kept"))
     cache = sum(x.bytes for x in arguments if ".pools" in x.source) * filled // engine.group_pages
-    # Beside the pages a few numbers, where a new token's slot is written.
+    # In addition to the pages a few numbers, where a new token's slot is written.
     assert cache <= program.read_bytes(lambda path: ".pools" in path) <= 1.01 * cache
     read = program.read_bytes(lambda path: path.startswith("kept") or ".pools" in path)
     assert least <= read / (weights + cache) <= most

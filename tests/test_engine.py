@@ -191,7 +191,7 @@ def test_rows_stop_one_by_one_at_any_end_token(folder, mesh):
 
 
 def test_the_table_of_pages_may_be_any_permutation(folder, mesh):
-    """Rows find their keys through the table, wherever their pages lie."""
+    """Rows find their keys through the table, wherever their pages are."""
     rows = token_rows(4, 60, seed=5)
     engine = make_engine(folder, mesh, {"context": 2}, batch=4, capacity=1100)
     fresh, _ = engine.append(engine.empty_state(), rows)

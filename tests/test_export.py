@@ -200,6 +200,19 @@ def test_tensors_of_several_dtypes_start_where_they_may_be_mapped(tmp_path: Path
     assert size % 8 == 0 and json.loads(data[8 : 8 + size])["b"]["data_offsets"] == [0, 20]
 
 
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [("convert", "SRC DST"), ("export", "CKPT HF_DIR"), ("verify", "CKPT SRC"), ("check", "ENTRY")],
+)
+def test_arguments_have_names(capsys: pytest.CaptureFixture[str], command: str, arguments: str) -> None:
+    with pytest.raises(SystemExit):
+        treering.main([command, "--help"])
+    usage = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("usage: "))
+    assert f" {arguments}" in usage and " STR" not in usage
+    assert treering.main([command]) == 2
+    assert capsys.readouterr().err == f"treering {command}: missing {arguments}: see treering {command} --help\n"
+
+
 # ---- what is refused
 
 

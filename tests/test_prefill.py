@@ -77,7 +77,7 @@ def test_spread_chunks_equal_one_pass(folder, mesh, oracle, sizes, small_pages):
     ids=name,
 )
 def test_requests_of_any_length_get_the_answers_that_they_get_alone(folder, mesh, alone, sizes):
-    """Long chunks beside short ones, while other rows decode."""
+    """Long chunks next to short ones, while other rows decode."""
     from treering.infer.scheduler import Scheduler
 
     wanted, results = alone

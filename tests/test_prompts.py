@@ -70,7 +70,7 @@ def test_lines_ask_for_as_many_answers_as_they_say(run):
     assert len(two["answers"]) == 2 and two["answers"][0]["tokens"] != two["answers"][1]["tokens"]
     assert two["prompt_tokens"] > 1 and "prompt_tokens" not in two["answers"][0]
     # As the file stands, all is done; with another number of answers it answers other questions.
-    assert "all 2 answers are in" in run({"prompt": "one"}, {"prompt": "two", "n": 2}, options=sampled)[2]
+    assert "answers all 2 prompts already" in run({"prompt": "one"}, {"prompt": "two", "n": 2}, options=sampled)[2]
     status, _, err = run({"prompt": "one"}, {"prompt": "two", "n": 3}, options=sampled)
     assert status == 2 and "other options" in err
 
@@ -95,30 +95,30 @@ def test_a_line_is_answered_by_its_own_options_as_it_would_be_alone(checkpoint, 
     [
         (
             {"max_tokens": 5},
-            'its "max_tokens" would change nothing: beside its text it may hold "id", "max_new_tokens", "stop"',
+            '"max_tokens": it would have no effect (works: id, max_new_tokens, stop, ',
         ),
-        ({"checkpoint": "x"}, 'its "checkpoint" would change nothing'),
-        ({"n": 0}, "n 0: ask for 1 to 1024 answers"),
-        ({"n": 2}, "n 2 with temperature 0"),
-        ({"n": "2"}, 'its "n" is "2": it must be a whole number'),
-        ({"top_k": 1.5}, 'its "top_k" is 1.5: it must be a whole number'),
-        ({"temperature": True}, 'its "temperature" is true: it must be a number'),
-        ({"temperature": float("nan")}, 'its "temperature" is NaN: it must be a number'),
-        ({"temperature": 10**400}, "it must be a number"),
-        ({"temperature": -1}, "temperature -1.0: it must be at least 0"),
-        ({"seed": 3}, "seed 3 goes with --temperature above 0"),
-        ({"stop": "end"}, 'its "stop" is "end": it must be a list of texts'),
-        ({"stop": [""]}, "a stop string is empty"),
-        ({"max_new_tokens": -1}, "-1 is negative"),
-        ({"max_new_tokens": None}, 'its "max_new_tokens" is null: it must be a whole number'),
-        ({"logprobs": 99}, "logprobs 99: from 0 to 20"),
-        ({"prompt_logprobs": 1}, 'its "prompt_logprobs" is 1: it must be true or false'),
+        ({"checkpoint": "x"}, '"checkpoint": it would have no effect'),
+        ({"n": 0}, '"n" 0: it must be from 1 to 1024'),
+        ({"n": 2}, '"n" 2: it requires a temperature above 0'),
+        ({"n": "2"}, '"n" "2": it must be a whole number'),
+        ({"top_k": 1.5}, '"top_k" 1.5: it must be a whole number'),
+        ({"temperature": True}, '"temperature" true: it must be a number'),
+        ({"temperature": float("nan")}, '"temperature" NaN: it must be a number'),
+        ({"temperature": 10**400}, '"temperature" 1000'),
+        ({"temperature": -1}, '"temperature" -1.0: it must be from 0'),
+        ({"seed": 3}, '"seed" 3: it requires a temperature above 0'),
+        ({"stop": "end"}, '"stop" "end": it must be any number of values, each a text'),
+        ({"stop": [""]}, '"stop": an empty string would end every text at once'),
+        ({"max_new_tokens": -1}, '"max_new_tokens" -1: it must be at least 0'),
+        ({"max_new_tokens": None}, '"max_new_tokens" null: it must be a whole number'),
+        ({"logprobs": 99}, '"logprobs" 99: it must be from 0 to 20'),
+        ({"prompt_logprobs": 1}, '"prompt_logprobs" 1: it must be true or false'),
     ],
 )
 def test_an_option_of_a_line_that_cannot_be_honoured_is_told_with_its_number(run, line, said):
     status, answers, err = run({"prompt": "x"}, {"prompt": "y", **line})
     assert status == 2 and not answers
-    assert "prompts.jsonl line 2: " in err and said in err and err.count("\n") == 1
+    assert "prompts.jsonl, line 2: " in err and said in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -150,15 +150,18 @@ def test_an_output_that_holds_anything_else_is_kept(checkpoint, tmp_path, capsys
     ("line", "said"),
     [
         (b'{"prompt": "\xff"}', "can't decode byte 0xff"),
-        (b'{"prompt": ""}', "a text has at least one character"),
-        (b'{"prompt": "\\ud800"}', "is no character"),
-        (b'{"prompt": "x", "messages": []}', "it has not one of prompt and messages"),
-        (b'{"messages": []}', "its messages are []"),
-        (b'{"messages": [{"role": "user"}]}', "its messages are [{'role': 'user'}]"),
-        (b"{", "it is no JSON"),
-        (b'{"prompt": "x", "n": 1, "prompt": "y"}', 'it says "prompt" 2 times'),
+        (b'{"prompt": ""}', '"prompt" "": it must be a string of at least one character'),
+        (b'{"prompt": "\\ud800"}', "is not a character"),
+        (b'{"prompt": "x", "messages": []}', "it must have either prompt or messages"),
+        (b'{"messages": []}', '"messages" []: it must be a list of at least one message'),
+        (
+            b'{"messages": [{"role": "user"}]}',
+            '"messages" [{"role": "user"}]: it must be a list of at least one message',
+        ),
+        (b"{", "it is not JSON"),
+        (b'{"prompt": "x", "n": 1, "prompt": "y"}', '"prompt": it is given 2 times'),
         (b"[" * 100_000, "too deep"),
-        (b'{"prompt": "x", "id": [1e999]}', 'its "id" holds a number that JSON cannot write'),
+        (b'{"prompt": "x", "id": [1e999]}', '"id": JSON has no NaN and no infinity'),
     ],
 )
 def test_a_line_that_is_no_prompt_is_told_with_its_number(checkpoint, tmp_path, capsys, line, said):
@@ -168,7 +171,7 @@ def test_a_line_that_is_no_prompt_is_told_with_its_number(checkpoint, tmp_path, 
     files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers")]
     assert treering.main(["generate", str(checkpoint), *files]) == 2
     err = capsys.readouterr().err
-    assert "prompts.jsonl line 3: " in err and said in err and not (tmp_path / "answers").exists()
+    assert "prompts.jsonl, line 3: " in err and said in err and not (tmp_path / "answers").exists()
 
 
 def test_a_broken_off_answer_stays_until_it_can_be_made_again(checkpoint, run, tmp_path):
@@ -189,7 +192,7 @@ def test_two_processes_do_not_write_one_output(run, tmp_path):
     (tmp_path / "answers").touch()
     with exclusive_lock(tmp_path / "answers", "it is ours"):
         status, answers, err = run({"prompt": "x"})
-    assert status == 2 and not answers and "another process writes" in err
+    assert status == 2 and not answers and "another process is writing" in err
     assert run({"prompt": "x"})[0] == 0
 
 

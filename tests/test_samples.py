@@ -61,14 +61,14 @@ def test_the_scores_of_a_prompt_are_those_of_one_pass_over_it(checkpoint, mesh, 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--n", "2", "--json"), "n 2 with temperature 0"),
-        (("--n", "0", "--json"), "n 0: ask for 1 to 1024 answers"),
-        (("--n", "2", *SAMPLED), "--n goes with --json"),
-        (("--n", "9" * 12, *SAMPLED, "--json"), "9" * 12 + ": ask for 1 to 1024 answers"),
-        (("--n", "2", *SAMPLED, "--json", "--rows", "0"), "rows 0: at least 1 answer is made at a time"),
-        (("--prompt-logprobs",), "--prompt-logprobs goes with --json"),
-        (("--prompt-logprobs", "--json", "--load-cache", "none"), "--prompt-logprobs goes without --save-cache"),
-        (("--n", "2", *SAMPLED, "--json", "--seed", 2**32 - 1), "seed 4294967296: it must be from 0 to 4294967295"),
+        (("--n", "2", "--json"), "--n 2: it requires a temperature above 0"),
+        (("--n", "0", "--json"), "--n 0: it must be from 1 to 1024"),
+        (("--n", "2", *SAMPLED), "--n above 1 requires --json"),
+        (("--n", "9" * 12, *SAMPLED, "--json"), "9" * 12 + ": it must be from 1 to 1024"),
+        (("--n", "2", *SAMPLED, "--json", "--rows", "0"), "--rows 0: it must be at least 1"),
+        (("--prompt-logprobs",), "--prompt-logprobs requires --json"),
+        (("--prompt-logprobs", "--json", "--load-cache", "none"), "--prompt-logprobs cannot be used with --save-cache"),
+        (("--n", "2", *SAMPLED, "--json", "--seed", 2**32 - 1), "--seed 4294967296: it must be from 0 to 4294967295"),
     ],
 )
 def test_what_could_not_take_effect_is_refused(checkpoint, capsys, options, words):

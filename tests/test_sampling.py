@@ -221,7 +221,7 @@ def test_settings_outside_their_bounds_are_refused_by_name(setting, value):
 
 @pytest.mark.parametrize("settings", [{"temperature": 1.0, "top_k": 10**12}, {"temperature": 2e-38}])
 def test_settings_far_beyond_what_could_matter_choose_as_the_nearest_that_does(mesh, settings):
-    """More tokens than there are are all; temperatures that would make logits overflow take the likeliest."""
+    """More tokens than there are are all; temperatures that would make logits overflow take the most likely."""
     from treering.configs.sampling import SamplingConfig
     from treering.infer.sampling import draw
     from treering.infer.sequence_state import SequenceState

@@ -1,9 +1,13 @@
 """Caches on disk: in the order of the text, the same bits on every mesh, for their owner and their weights alone."""
 
+import dataclasses
 import json
+import os
+import re
 import shutil
 import stat
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +69,7 @@ def tokens_of(count, seed=0):
 
 
 def reader(engine):
-    from treering.infer.saved_cache import ModelIdentity
+    from treering.infer.cache_record import ModelIdentity
 
     return ModelIdentity.of(engine.model.config, checkpoint="somewhere", weights="w", dtype=engine.precision.cache)
 
@@ -84,7 +88,7 @@ def read(engine, tokens):
 
 
 def answer(scheduler, prompt, session=None):
-    """Greedy tokens, and their log-probabilities with those of the likeliest others."""
+    """Greedy tokens, and their log-probabilities with those of the most likely others."""
     from treering.configs.sampling import RequestConfig
 
     scheduler.submit(prompt, RequestConfig(max_new_tokens=5, logprobs=4), session=session)
@@ -154,7 +158,7 @@ def test_a_row_is_read_and_written_in_the_order_of_its_text(mesh, sizes, dtype):
     taken = np.asarray(pages)[-1, :own]
     kept = [page for page in range(own + 3) if page not in taken]
     assert (untouched[:, -1, kept] == 7).all() and (untouched[:, :-1] == 7).all()
-    # Where token 0, 1, ... of the text stand in the pool, by the rule of the module.
+    # Where token 0, 1, ... of the text are in the pool, by the rule of the module.
     t = np.arange(length)
     rank, slot = t % devices, t // devices
     place = (groups - 1) * (own + 3) + taken[slot // slots]
@@ -181,7 +185,8 @@ def test_a_row_is_read_and_written_in_the_order_of_its_text(mesh, sizes, dtype):
 )
 def test_a_cache_loaded_on_another_mesh_answers_as_the_joined_text(engine_on, tmp_path, saving, loading):
     """And is the same, bit for bit, when that mesh saves it again."""
-    from treering.infer.saved_cache import load_cache, read_saved_cache, save_cache
+    from treering.infer.cache_record import read_saved_cache
+    from treering.infer.saved_cache import load_cache, save_cache
     from treering.infer.scheduler import Scheduler
 
     for length in LENGTHS:
@@ -209,30 +214,36 @@ def test_a_cache_loaded_on_another_mesh_answers_as_the_joined_text(engine_on, tm
         assert all(other.pages.free(group) == other.engine.group_pages for group in range(other.engine.groups))
 
 
-def test_no_copy_of_the_cache_is_made_where_a_layer_is_read_or_written(mesh):
-    from treering.infer.saved_cache import _read, _write
-    from treering.layers.operations.pool import PagePool
+def test_no_copy_of_the_cache_is_made_where_a_layer_is_read_or_written(mesh, monkeypatch):
+    """A row of one page, in a pool of eight."""
+    from treering.configs.llama import LLAMA_3_2_1B_CUT
+    from treering.configs.precision import Precision
+    from treering.infer import engine as module
+    from treering.infer.row_transfer import RowTransfer
+    from treering.infer.scheduler import Scheduler
     from treering.layers.parallel.sharding import Plan
+    from treering.models.families import families
 
     plan, tokens = Plan(mesh(context=8), "decode"), 8 * 64
-    sizes = {"layers": 16, "pages": 8, "kv_heads": 2, "head_dim": 8, "page_tokens": tokens}
-    shapes = jax.eval_shape(lambda: PagePool.empty(**sizes, dtype=jnp.dtype("float32")))
-    pool = plan.abstract(shapes, "activations")
-    sharding = plan.sharding("kv_seq kv_heads head_dim", (tokens, 2, 8))
-    row = jax.ShapeDtypeStruct((tokens, 2, 8), jnp.dtype("float32"), sharding=sharding)
-    number, pages = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    config = dataclasses.replace(LLAMA_3_2_1B_CUT, layers=16, kv_heads=2, head_dim=8)
+    shapes = eqx.filter_eval_shape(lambda: families()["llama"].init(config, jax.random.key(0)))
+    monkeypatch.setattr(module, "PAGE_SLOTS", 64)
+    engine = module.Engine(plan.abstract(shapes, "parameters"), plan, Precision(), batch=1, capacity=tokens, pages=8)
+    scheduler = Scheduler(engine)
+    row = RowTransfer(scheduler, scheduler.hold([0] * tokens))
     share = 2 * 64 * 2 * 8 * 4
     """Bytes of a layer's keys and values in this row on one device."""
-    write = hlo.read(_write.lower(pool, number, pages, row, row, plan=plan).compile())
-    assert write.alias_bytes >= 16 * 8 * share, "the pool is not donated"
-    read = hlo.read(_read.lower(pool, number, pages, number, tokens=tokens, plan=plan).compile())
+    assert engine.cache_bytes_per_device() == 16 * 8 * share
+    write, read = (hlo.read(program.compiled) for program in (row.write_program(0), row.read_program(0)))
+    assert min(write.alias_bytes, read.alias_bytes) >= 16 * 8 * share, "the pool is not donated"
     assert max(write.temporary_bytes, read.temporary_bytes) <= 4 * share
     assert [c.received for c in write.collectives] == [c.received for c in read.collectives] == [share * 7 // 8]
 
 
 def test_a_row_from_disk_reads_nothing_again_and_leaves_its_neighbours_alone(engine_on, tmp_path):
     from treering.configs.sampling import RequestConfig
-    from treering.infer.saved_cache import load_cache, read_saved_cache, save_cache
+    from treering.infer.cache_record import read_saved_cache
+    from treering.infer.saved_cache import load_cache, save_cache
     from treering.infer.scheduler import Scheduler
 
     engine = engine_on({"context": 2})
@@ -264,9 +275,10 @@ def test_a_row_from_disk_reads_nothing_again_and_leaves_its_neighbours_alone(eng
 
 @pytest.mark.parametrize("sizes", [{"context": 2}, pytest.param({"data": 2, "context": 2}, marks=pytest.mark.long)])
 def test_requests_share_the_full_pages_of_a_session_that_was_released(engine_on, tmp_path, sizes):
-    """Pages are of 16 tokens here, and another caller is told nothing of them."""
+    """Pages are of 16 tokens here, and another caller does not share them."""
     from treering.configs.sampling import RequestConfig
-    from treering.infer.saved_cache import load_cache, read_saved_cache, save_cache
+    from treering.infer.cache_record import read_saved_cache
+    from treering.infer.saved_cache import load_cache, save_cache
     from treering.infer.scheduler import Scheduler
 
     engine = engine_on(sizes)
@@ -292,8 +304,9 @@ def test_layers_of_all_places_and_of_a_broken_off_period_are_saved(mesh, tmp_pat
     from treering.configs.gemma import Gemma3Config
     from treering.configs.precision import Precision
     from treering.configs.rope import DefaultRope
+    from treering.infer.cache_record import read_saved_cache
     from treering.infer.engine import Engine
-    from treering.infer.saved_cache import load_cache, read_saved_cache, save_cache
+    from treering.infer.saved_cache import load_cache, save_cache
     from treering.infer.scheduler import Scheduler
     from treering.layers.parallel.sharding import Plan
     from treering.models.families import families
@@ -350,16 +363,19 @@ def command(checkpoint):
 
 @pytest.fixture(scope="module")
 def cache(command, tmp_path_factory):
-    """A cache that the command saved with 8 devices on the context axis, reading 25 tokens and answering nothing."""
+    """A cache that the command saved with 8 devices on the context axis, reading 15 tokens and answering nothing."""
     folder = tmp_path_factory.mktemp("kept") / "cache"
     status, out, err = command("--prompt", "The capital of France is", "--save-cache", folder, "--max-new-tokens", "0")
-    assert (status, out) == (0, "\n"), err
+    assert (status, out) == (0, ""), err
     assert f"tokens saved in {folder}: " in err
+    assert re.fullmatch(
+        r"15 tokens read in \d+\.\d\d s; nothing generated: --max-new-tokens is 0", err.splitlines()[-1]
+    )
     return folder
 
 
 def test_the_command_goes_on_from_a_cache_on_another_mesh(cache, command, engine_on, checkpoint, tmp_path):
-    from treering.infer.saved_cache import read_saved_cache
+    from treering.infer.cache_record import read_saved_cache
     from treering.infer.scheduler import Scheduler
     from treering.models.tokenizer import Tokenizer
 
@@ -413,10 +429,11 @@ def test_many_questions_are_asked_of_one_cache(cache, command, tmp_path):
     assert status == 2 and "answers other prompts" in err
 
 
-def test_a_conversation_goes_on_from_a_cache_and_begins_anew_behind_it(cache, engine_on, checkpoint):
+def test_a_conversation_continues_a_cache_and_starts_over_behind_it(cache, engine_on, checkpoint):
     from treering.configs.sampling import RequestConfig
+    from treering.infer.cache_record import read_saved_cache
     from treering.infer.chat import Conversation
-    from treering.infer.saved_cache import load_cache, read_saved_cache
+    from treering.infer.saved_cache import load_cache
     from treering.infer.scheduler import Scheduler
     from treering.models.tokenizer import Tokenizer
 
@@ -443,33 +460,41 @@ def test_the_chat_command_takes_a_cache(cache, checkpoint, capsys, monkeypatch):
     said = capsys.readouterr()
     assert f"tokens loaded from {cache}: " in said.err and said.out.strip()
     assert treering.main(["chat", str(checkpoint), *options, "--dtype", "float16"]) == 2
-    assert "give --dtype float32" in capsys.readouterr().err
+    assert "have another dtype (works: float32)" in capsys.readouterr().err
 
 
 def test_files_are_their_owners_alone_also_while_they_are_written(engine_on, tmp_path, monkeypatch):
+    """By the mode of the folder that all of them are in; other threads' files have their usual modes meanwhile."""
     from treering.infer import saved_cache
 
-    def modes(folder):
-        paths = [folder, *folder.rglob("*")]
-        return {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in paths}
+    def mode(path):
+        return stat.S_IMODE(path.stat().st_mode)
 
     meanwhile, write = [], saved_cache.write_arrays
 
     def watched(folder, arrays):
+        meanwhile.append(mode(tmp_path / "cache.partial"))
         write(folder, arrays)
-        meanwhile.append(modes(tmp_path / "cache.partial"))
+        (tmp_path / f"another {folder.name}").touch()
+        meanwhile.append(mode(tmp_path / "cache.partial"))
 
-    monkeypatch.setattr(saved_cache, "write_arrays", watched)
-    scheduler, session = read(engine_on({"context": 2}), tokens_of(9))
-    saved_cache.save_cache(tmp_path / "cache", scheduler, session, reader(scheduler.engine))
-    assert meanwhile == [{(True, 0o700), (False, 0o600)}] * 2 and modes(tmp_path / "cache") == meanwhile[0]
-    (tmp_path / "another").touch()
-    assert stat.S_IMODE((tmp_path / "another").stat().st_mode) != 0o600
+    before = os.umask(0o022)
+    try:
+        monkeypatch.setattr(saved_cache, "write_arrays", watched)
+        scheduler, session = read(engine_on({"context": 2}), tokens_of(9))
+        # What an earlier process left is made private before anything is written into it.
+        (tmp_path / "cache.partial" / "layers" / "0").mkdir(parents=True)
+        saved_cache.save_cache(tmp_path / "cache", scheduler, session, reader(scheduler.engine))
+    finally:
+        os.umask(before)
+    assert meanwhile == [0o700] * 4 and mode(tmp_path / "cache") == 0o700
+    assert [mode(tmp_path / f"another {layer}") for layer in (0, 1)] == [0o644] * 2
 
 
 @pytest.mark.parametrize("broken", [KeyboardInterrupt(), ValueError("no"), OSError(28, "No space left on device")])
 def test_a_save_that_is_broken_off_leaves_nothing(engine_on, tmp_path, monkeypatch, broken):
     from treering.infer import saved_cache
+    from treering.infer.cache_record import read_saved_cache
 
     write = saved_cache.write_arrays
 
@@ -484,8 +509,8 @@ def test_a_save_that_is_broken_off_leaves_nothing(engine_on, tmp_path, monkeypat
         patch.setattr(saved_cache, "write_arrays", breaks)
         saved_cache.save_cache(tmp_path / "cache", scheduler, session, reader(scheduler.engine))
     assert [path.name for path in tmp_path.iterdir()] == ["killed"]
-    with pytest.raises(ValueError, match="is unfinished: its cache.json is missing"):
-        saved_cache.read_saved_cache(tmp_path / "killed")
+    with pytest.raises(ValueError, match="is incomplete: it has no cache.json"):
+        read_saved_cache(tmp_path / "killed")
     # One that a killed process left under the name of a partial folder is in nobody's way.
     shutil.move(tmp_path / "killed", tmp_path / "cache.partial")
     saved_cache.save_cache(tmp_path / "cache", scheduler, session, reader(scheduler.engine))
@@ -522,35 +547,45 @@ def forget(folder):
     ("damage", "words"),
     [
         (flip, "cache is damaged: its keys and values are not those that were saved"),
-        (lambda folder: chunks(folder)[0].unlink(), "is not whole: layers/1/values/0.0.0 has none of its 512 bytes"),
-        (lambda folder: chunks(folder)[1].write_bytes(b"x"), "is not whole: layers/1/values/1.0.0 has 1 of its 512 "),
-        (lambda folder: shutil.rmtree(folder / "layers" / "1"), "is not whole: layers/1/"),
+        (lambda folder: chunks(folder)[0].unlink(), "is incomplete: layers/1/values/0.0.0 has 0 of its 512 bytes"),
+        (lambda folder: chunks(folder)[1].write_bytes(b"x"), "is incomplete: layers/1/values/1.0.0 has 1 of its 512 "),
+        (lambda folder: shutil.rmtree(folder / "layers" / "1"), "is incomplete: layers/1/"),
         (forget, "cache is damaged: its keys and values"),
         (lambda folder: change(folder / "cache.json", tokens=[5, 6]), "cache is damaged: its keys and values"),
         (lambda folder: change(folder / "cache.json", tokens=[7] * 80), "cache is damaged: its keys and values"),
         (lambda folder: change(folder / "cache.json", files=[]), "cache.json is damaged"),
-        (lambda folder: change(folder / "cache.json", tokens="5"), "its tokens are no list of numbers"),
-        (lambda folder: change(folder / "cache.json", tokens=[2**70]), "its tokens are no list of numbers"),
-        (lambda folder: change(folder / "cache.json", format=2), "has format 2: this version reads format 1"),
+        (
+            lambda folder: change(folder / "cache.json", tokens="5"),
+            'cache.json: "tokens": it must be a list of token ids',
+        ),
+        (
+            lambda folder: change(folder / "cache.json", tokens=[2**70]),
+            'cache.json: "tokens": it must be a list of token ids',
+        ),
+        (
+            lambda folder: change(folder / "cache.json", format=2),
+            'cache.json: "format" 2: this version cannot read it .works: 1.',
+        ),
         (lambda folder: change(folder / "cache.json", reader={}), "cache.json is damaged"),
         (lambda folder: change(folder / "cache.json", reader=dict.fromkeys(READER, 1)), "cache.json is damaged"),
         (lambda folder: (folder / "cache.json").write_text("{"), "cache.json is damaged"),
         (lambda folder: (folder / "cache.json").write_text("[" * 100_000), "cache.json is damaged"),
-        (lambda folder: (folder / "cache.json").unlink(), "is unfinished: its cache.json is missing"),
+        (lambda folder: (folder / "cache.json").unlink(), "is incomplete: it has no cache.json"),
         (lambda folder: shutil.rmtree(folder), "does not exist: a saved cache is a folder that"),
     ],
 )
 def test_a_damaged_cache_is_refused_and_gives_its_row_back(cache, engine_on, tmp_path, damage, words):
-    from treering.infer.saved_cache import load_cache, read_saved_cache
+    from treering.infer.cache_record import read_saved_cache
+    from treering.infer.saved_cache import load_cache
     from treering.infer.scheduler import Scheduler
 
     shutil.copytree(cache, tmp_path / "cache")
     damage(tmp_path / "cache")
     scheduler = Scheduler(engine_on({"context": 2}))
-    with pytest.raises(ValueError, match=words) as told:
+    with pytest.raises(ValueError, match=words) as error:
         load_cache(read_saved_cache(tmp_path / "cache"), scheduler)
-    assert str(tmp_path / "cache") in str(told.value)
-    assert scheduler.pages.free(0) == scheduler.engine.group_pages and not scheduler._kept
+    assert str(tmp_path / "cache") in str(error.value)
+    assert scheduler.pages.free(0) == scheduler.engine.group_pages and scheduler.hold([0]).row == 0
 
 
 def test_a_cache_of_other_weights_another_model_or_dtype_is_refused(cache, command, checkpoint, tmp_path):
@@ -574,7 +609,9 @@ def test_a_cache_of_other_weights_another_model_or_dtype_is_refused(cache, comma
         status, out, err = command(*load, model=source)
         assert status == 2 and out == "" and all(word in err.splitlines()[-1] for word in words), err
     status, out, err = command(*load, "--dtype", "bfloat16")
-    assert status == 2 and "holds float32 and this run computes in bfloat16: give --dtype float32" in err
+    assert (
+        status == 2 and f"--dtype bfloat16: the keys and values in {cache} have another dtype (works: float32)" in err
+    )
     # The same weights in another form are the same: here as the folder that the checkpoint was converted from.
     status, out, err = command(*load, "--max-new-tokens", "1", model=checkpoint.parent / "hf")
     assert status == 0, err
@@ -598,21 +635,27 @@ def test_what_cannot_be_done_is_told_before_any_work(cache, command, checkpoint,
     for options, words in (
         (("--prompt", "x", "--save-cache", tmp_path / "mine"), "mine exists: choose another folder for --save-cache"),
         (("--prompt", "x", "--save-cache", cache), "exists: choose another folder"),
-        (("--prompt", "x", "--save-cache", tmp_path / "my"), "my.partial, where something else stands"),
-        (("--prompt", "x", "--save-cache", cache / "more"), "more lies in a saved cache"),
-        (("--prompt", "x", "--save-cache", tmp_path / "no" / "cache"), f"{tmp_path / 'no'} is no folder"),
-        (("--prompt", "x", "--load-cache", tmp_path / "mine"), "mine is no saved cache"),
-        (("--prompt", "x", "--load-cache", checkpoint), "is a checkpoint, and no saved cache"),
-        (("--prompt", "x", "--load-cache", tmp_path / "prompts.jsonl"), "prompts.jsonl is no saved cache"),
+        (("--prompt", "x", "--save-cache", tmp_path / "my"), "my.partial first, which holds something else"),
+        (("--prompt", "x", "--save-cache", cache / "more"), "more is inside a saved cache"),
+        (("--prompt", "x", "--save-cache", tmp_path / "no" / "cache"), f"{tmp_path / 'no'} is not a folder"),
+        (("--prompt", "x", "--load-cache", tmp_path / "mine"), "mine is not a saved cache"),
+        (("--prompt", "x", "--load-cache", checkpoint), "is a checkpoint, not a saved cache"),
+        (("--prompt", "x", "--load-cache", tmp_path / "prompts.jsonl"), "prompts.jsonl is not a saved cache"),
         (("--prompt", "x" * 400, "--load-cache", cache), f"tokens, {held} of them in {cache}, and the model's context"),
-        ((*many, "--load-cache", tmp_path / "mine"), "mine is no saved cache"),
-        ((*many, "--load-cache", cache, "--prompt-logprobs"), "--prompt-logprobs goes without --load-cache"),
+        ((*many, "--load-cache", tmp_path / "mine"), "mine is not a saved cache"),
+        (
+            (*many, "--load-cache", cache, "--prompt-logprobs"),
+            "--prompt-logprobs cannot be used with --save-cache or --load-cache",
+        ),
         (
             (*long, "--load-cache", cache),
-            f"long.jsonl line 1: it has 400 tokens: from 1 to {256 - held} fit behind {cache}",
+            f"long.jsonl, line 1: the prompt has 400 tokens: from 1 to {256 - held} fit behind {cache}",
         ),
-        ((*scored, "--load-cache", cache), "scored.jsonl line 1: prompt_logprobs goes without --load-cache"),
-        ((*many, "--save-cache", tmp_path / "new"), "--save-cache goes with --prompt, not with --prompts"),
+        (
+            (*scored, "--load-cache", cache),
+            'scored.jsonl, line 1: "prompt_logprobs": it cannot be used with --load-cache',
+        ),
+        ((*many, "--save-cache", tmp_path / "new"), "--save-cache requires --prompt"),
     ):
         status, out, err = command(*options)
         assert status == 2 and words in err and err.count("\n") == 1 and out == "", err

@@ -1,4 +1,4 @@
-"""Continuous batching: every answer equals the one its request gets alone, whatever runs beside it."""
+"""Continuous batching: every answer equals the one its request gets alone, whatever runs next to it."""
 
 import numpy as np
 import pytest
@@ -153,7 +153,7 @@ def test_a_request_that_can_never_fit_is_refused_and_one_that_does_not_fit_now_w
     assert order == [first, second] and scheduler.pages.free(0) == 1
 
 
-def test_logprobs_are_told_of_the_requests_that_asked(folder, mesh):
+def test_logprobs_are_reported_of_the_requests_that_asked(folder, mesh):
     from treering.configs.sampling import RequestConfig, SamplingConfig
     from treering.infer.scheduler import Scheduler
 
@@ -165,7 +165,7 @@ def test_logprobs_are_told_of_the_requests_that_asked(folder, mesh):
     events = list(scheduler.run())
     assert all((event.logprob is not None) == (event.request == asked) for event in events)
     tokens = [event.token for event in events if event.request == asked]
-    # The first is known before others are drawn, though all are told after one step: rates are counted from it.
+    # The first is known before others are drawn, though all are reported after one step: rates are counted from it.
     first, second, *_ = (event.time for event in events if event.request == asked)
     assert first < second
     for step, event in enumerate(event for event in events if event.request == asked):
@@ -178,7 +178,7 @@ def test_logprobs_are_told_of_the_requests_that_asked(folder, mesh):
 
 @pytest.mark.parametrize("sizes", [{"context": 1}, {"data": 2, "context": 2}], ids=str)
 def test_log_probabilities_of_a_prompt(folder, mesh, oracle, sizes, monkeypatch):
-    """In several chunks, beside a request that did not ask, also of a prompt that was read before."""
+    """In several chunks, next to a request that did not ask, also of a prompt that was read before."""
     from treering.configs.sampling import RequestConfig
     from treering.infer import chunks
     from treering.infer.request import Session
@@ -195,13 +195,18 @@ def test_log_probabilities_of_a_prompt(folder, mesh, oracle, sizes, monkeypatch)
         numbers = [scheduler.submit(row[:n], config) for n, config in ((39, plain), (40, asking))]
         first = {event.request: event for event in reversed(list(scheduler.run()))}
         assert first[numbers[0]].prompt_logprobs is None
-        told = first[numbers[1]].prompt_logprobs
+        scores = first[numbers[1]].prompt_logprobs
         expected = table[np.arange(39), row[1:40]]
-        assert np.abs(np.array([one.logprob for one in told]) - expected).max() <= 1e-4
-        assert [[token for token, _ in one.top] for one in told] == np.argsort(-table)[:, :3].tolist()
-    with pytest.raises(ValueError, match="max_new_tokens 0"):
+        assert np.abs(np.array([one.logprob for one in scores]) - expected).max() <= 1e-4
+        assert [[token for token, _ in one.top] for one in scores] == np.argsort(-table)[:, :3].tolist()
+    # Without alternatives it is another program than that of a prompt that is not scored.
+    scheduler.submit(row[:40], RequestConfig(max_new_tokens=2, prompt_logprobs=True))
+    (alone,) = [event.prompt_logprobs for event in scheduler.run() if event.prompt_logprobs]
+    assert [one.logprob for one in alone] == pytest.approx([one.logprob for one in scores], abs=1e-4)
+    assert not any(one.top for one in alone)
+    with pytest.raises(ValueError, match="max_new_tokens 0: prompt_logprobs requires at least 1"):
         RequestConfig(max_new_tokens=0, prompt_logprobs=True)
     with pytest.raises(ValueError, match="leave room for 1"):
         scheduler.submit([1] * 64, asking)
-    with pytest.raises(ValueError, match="in a session"):
+    with pytest.raises(ValueError, match="a session's row"):
         scheduler.submit([1], asking, session=Session())

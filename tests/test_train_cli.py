@@ -65,7 +65,7 @@ def refused(capsys, folder: Path, *options: str, **changes: str) -> str:
         (["--data.window", "128"], ": --data.window 128 is beyond model.context_length 64"),
         (["--data.batch", "12", "--mesh.data", "8"], "batch 12: it must be a multiple of --mesh.data 8"),
         (["--step.accumulation", "3"], "batch 8: it must be a multiple of"),
-        (["--mesh.tensor", "3"], "the mesh tensor 3 takes 3 devices and 8 are here"),
+        (["--mesh.tensor", "3"], "--mesh.tensor 3: it must divide the number of devices, 8"),
         (["--model.heads", "6", "--model.kv-heads", "4"], ": --model.kv-heads 4 does not divide heads 6"),
         (["--data.tokenizer", "nowhere"], "--data.tokenizer nowhere is no folder"),
         (["--data.tokenizer", "None"], "--data.tokenizer is not set"),

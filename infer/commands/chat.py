@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 
 from treering.configs.cli import parse
+from treering.configs.errors import UserError
 from treering.configs.infer import ChatOptions
+from treering.infer.cache_record import read_saved_cache
 from treering.infer.chat import Conversation
-from treering.infer.load import load, restore, say
-from treering.infer.saved_cache import read_saved_cache
-from treering.infer.scheduler import Scheduler
+from treering.infer.load import load
+from treering.infer.progress import count, say
+from treering.infer.text_generator import TextGenerator
 from treering.models.conversion.load import open_model
 
 
@@ -18,7 +20,7 @@ def main(arguments: list[str]) -> int:
     options = parse(ChatOptions, arguments, program="treering chat")
     request = options.request()
     if options.capacity < 1:
-        raise ValueError(f"capacity {options.capacity}: the conversation holds at least 1 token")
+        raise UserError("it must be at least 1", field="capacity", value=options.capacity)
     opened = open_model(options.checkpoint)
     config = opened.config
     tokenizer = opened.tokenizer()
@@ -27,13 +29,15 @@ def main(arguments: list[str]) -> int:
     held = 0 if saved is None else len(saved.tokens)
     if held >= config.context_length:
         raise ValueError(
-            f"{options.load_cache} holds {held} tokens and the model's context {config.context_length}: none are left"
+            f"{options.load_cache} holds {held} tokens, which leaves none of the model's context of "
+            f"{config.context_length}"
         )
     loaded = load(opened, tokenizer, options, saved=saved)
-    scheduler = Scheduler(loaded.engine(rows=1, capacity=min(options.capacity + held, config.context_length)))
-    session = None if saved is None else restore(saved, scheduler)
-    conversation = Conversation(scheduler, tokenizer, request, options.system, session)
-    say("/reset begins anew, /save FILE writes the conversation, /exit leaves")
+    capacity = min(options.capacity + held, config.context_length)
+    generator = TextGenerator(loaded, loaded.engine(rows=1, capacity=capacity))
+    session = None if saved is None else generator.restore(saved)
+    conversation = Conversation(generator.scheduler, tokenizer, request, options.system, session)
+    say("/reset starts over, /save FILE writes the conversation, /exit leaves")
     while True:
         try:
             line = input("> ").strip()
@@ -46,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 
 def obey_or_reply(conversation: Conversation, line: str) -> None:
-    """One line of the user's; a mistake is told, and the conversation goes on."""
+    """One line of the user's; a mistake is one line on standard error, and the conversation continues."""
     command, _, argument = line.partition(" ")
     try:
         if command == "/reset":
@@ -54,7 +58,7 @@ def obey_or_reply(conversation: Conversation, line: str) -> None:
         elif command == "/save":
             save(conversation, argument.strip())
         elif command.startswith("/"):
-            raise ValueError(f"unknown command {command}: /reset, /save FILE and /exit are known")
+            raise ValueError(f"unknown command {command}: the commands are /reset, /save FILE and /exit")
         else:
             for piece in conversation.reply(line):
                 print(piece, end="", flush=True)
@@ -73,4 +77,4 @@ def save(conversation: Conversation, name: str) -> None:
     if path.exists():
         raise ValueError(f"{path} exists: choose another name")
     path.write_text(json.dumps(conversation.messages, indent=2, ensure_ascii=False) + "\n")
-    say(f"{len(conversation.messages)} messages in {path}")
+    say(f"{count(len(conversation.messages), 'message')} in {path}")

@@ -110,6 +110,12 @@ def main(arguments: list[str] | None = None) -> int:
     A user's mistake (ValueError, or a path that cannot be read or written) is one plain line on standard error and
     status 2. TREERING_TRACEBACK=1 shows where it was raised.
     """
+    # Outside of what handles errors, so that their frames, and what is unfinished in them, are freed while it is quiet.
+    with importlib.import_module("treering.models.checkpoint.quiet").quiet_orbax():
+        return _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> int:
     # Without PyTorch transformers prints a line about it, unless this is set before it is imported.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
