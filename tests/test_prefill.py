@@ -101,21 +101,27 @@ def test_pages_may_lie_anywhere(folder, mesh, small_pages):
 
 
 def test_the_ring_sees_keys_as_the_cache_rounds_them(folder, mesh):
+    """Within float noise, but where that noise flips the rounding of a key: on some prompts, and less than no rounding."""
     from treering.infer.engine import Engine
 
     exact = make_engine(folder, mesh, {"context": 4}, long=32, batch=1, capacity=64)
     precision = dataclasses.replace(exact.precision, cache="bfloat16")
     engine = Engine(exact.model, exact.plan, precision, batch=1, capacity=64)
     engine.chunks = exact.chunks
-    prompt = np.array(token_rows(1, 32))
-    arguments = [engine.put(x.astype(np.int32)) for x in (np.zeros(1), prompt, np.full(1, 32))]
-    found = [
-        np.asarray(engine.append_program(1, 32, fresh=fresh)(engine.model, engine.empty_state(), *arguments)[1])
-        for fresh in (True, False)
-    ]
-    unrounded, _ = exact.append(exact.empty_state(), prompt.tolist())
-    scale = np.abs(found[1]).max()
-    assert np.abs(found[0] - found[1]).max() <= 1e-5 * scale < np.abs(np.asarray(unrounded) - found[1]).max()
+    of_ring, of_unrounded = [], []
+    for seed in range(8):
+        prompt = np.array(token_rows(1, 32, seed=seed))
+        arguments = [engine.put(x.astype(np.int32)) for x in (np.zeros(1), prompt, np.full(1, 32))]
+        ring, pages = (
+            np.asarray(engine.append_program(1, 32, fresh=fresh)(engine.model, engine.empty_state(), *arguments)[1])
+            for fresh in (True, False)
+        )
+        unrounded, _ = exact.append(exact.empty_state(), prompt.tolist())
+        scale = np.abs(pages).max()
+        of_ring.append(np.abs(ring - pages).max() / scale)
+        of_unrounded.append(np.abs(np.asarray(unrounded) - pages).max() / scale)
+    assert np.median(of_ring) <= 1e-5 < min(of_unrounded)
+    assert max(of_ring) < min(of_unrounded) / 10
 
 
 # ---- What compiled programs do.
