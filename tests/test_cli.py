@@ -36,7 +36,10 @@ def run(arguments, capsys):
         (["--prompt", "x", "--mesh.tensor", "4"], "--mesh.tensor 4: it must divide kv_heads 2"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x" * 4000], "the model's context holds 256"),
-        (["--prompt", "x", "--temperature", "-1"], ": --temperature -1.0: it must be from 0 (the most likely token) to"),
+        (
+            ["--prompt", "x", "--temperature", "-1"],
+            ": --temperature -1.0: it must be from 0 (the most likely token) to",
+        ),
         (["--prompt", "x", "--temperature", "hot"], ": --temperature hot: it must be a number"),
         (["--prompt", "x", "--max-new-tokens", "-1"], ": --max-new-tokens -1: it must be at least 0"),
         (["--prompt", "x", "--max_new_tokens=1e3"], ": --max-new-tokens 1e3: it must be a whole number (works: 1000)"),

@@ -101,7 +101,7 @@ def test_pages_may_lie_anywhere(folder, mesh, small_pages):
 
 
 def test_the_ring_sees_keys_as_the_cache_rounds_them(folder, mesh):
-    """Within float noise, but where that noise flips the rounding of a key: on some prompts, and less than no rounding."""
+    """Within float noise, except on the prompts where that noise flips the rounding of a key."""
     from treering.infer.engine import Engine
 
     exact = make_engine(folder, mesh, {"context": 4}, long=32, batch=1, capacity=64)
