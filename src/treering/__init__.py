@@ -15,7 +15,9 @@ from typing import Any
 __version__ = "0.1.0.dev0"
 PACKAGES = ("configs", "layers", "models", "infer", "train")
 EXPORTS = {
+    "AttentionMesh": "layers",
     "Mask": "layers",
+    "TokenData": "layers",
     "dense_attention": "layers",
     "gather_attention": "layers",
     "local_attention": "layers",
