@@ -1,9 +1,9 @@
-# The commands of this repository. They need make and Python 3.11 or newer; all else is installed into $(VENV).
+# The commands of this repository. They need make and Python 3.11 or newer; the rest is installed into $(VENV).
 # A second run skips what is done: each environment has a stamp file that depends on pyproject.toml and constraints.txt.
 
 VENV ?= .venv
 CACHE ?= .cache
-# Candidates, tried in this order; CI's is first. Give one to choose: make test PYTHON=python3.12 VENV=.venv-3.12
+# Interpreters, tried in this order; CI's is first. To choose one: make test PYTHON=python3.12 VENV=.venv-3.12
 PYTHON ?= python3.11 python3 python3.12 python3.13
 # Test processes. More pytest options: make test PYTEST_ARGS="-x -k partial"
 JOBS ?= 2
@@ -21,11 +21,11 @@ help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
 	    printf '%-18s %s\n' "$$target" "$$text"; done
 
-demo: $(VENV)/.installed-demo ## fetch a small Llama, convert it, let it answer on eight simulated devices
-	@echo "==> fetch: the demo model, a 93 MB download (about half a minute; skipped when done)"
+demo: $(VENV)/.installed-demo ## download a small Llama, convert it, ask it a question on eight simulated devices
+	@echo "==> fetch: download the demo model, 93 MB (about half a minute; skipped if done before)"
 	@$(BIN)/python -m treering.infer.demo fetch --cache $(CACHE) >/dev/null
 	@if [ -e $(CHECKPOINT)/model.json ]; then \
-	    echo "==> convert: $(CHECKPOINT) is there already"; \
+	    echo "==> convert: skipped, since $(CHECKPOINT) exists"; \
 	else \
 	    echo "==> convert: the GGUF file to a checkpoint in $(CHECKPOINT) (about half a minute)"; \
 	    $(BIN)/treering convert $(GGUF) $(CHECKPOINT); \
@@ -34,10 +34,10 @@ demo: $(VENV)/.installed-demo ## fetch a small Llama, convert it, let it answer 
 	@$(BIN)/treering generate $(CHECKPOINT) --chat --prompt "What is the capital of France?" \
 	    --cpu-devices 8 --mesh.context 8
 
-# $(call pytest,TIER,OPTIONS): one tier of tests. Exit status 5 says that no test belongs to the tier: told, no failure.
+# $(call pytest,TIER,OPTIONS): one tier of tests. Exit status 5 says that no test was selected: a message, no failure.
 define pytest
 @status=0; $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(2) $(PYTEST_ARGS) || status=$$?; \
-if [ $$status -eq 5 ]; then echo "==> $(1): no test was selected, so none ran"; exit 0; fi; exit $$status
+if [ $$status -eq 5 ]; then echo "==> $(1): no test was selected"; exit 0; fi; exit $$status
 endef
 
 test: $(VENV)/.installed-dev ## the default tests (ten to fourteen minutes on two cores)
@@ -66,7 +66,7 @@ format: $(VENV)/.installed-dev ## rewrite the files as `make check` wants them
 clean: ## remove the environments and the cache
 	rm -rf .venv* .cache
 
-# -qq: errors only. The environment is made anew where it has no working pip, as after a run that was killed.
+# -qq: errors only. An environment without a working pip, as a killed run leaves it, is created again.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	    found=; \
@@ -76,14 +76,14 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	        fi; \
 	    done; \
 	    if [ -z "$$found" ]; then \
-	        echo "Python 3.11 or newer is needed, and none of these is one: $(PYTHON)." >&2; \
-	        echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
+	        echo "Python 3.11 or newer is needed, and none of these is: $(PYTHON)." >&2; \
+	        echo "Install it, or give its path: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
 	        exit 2; \
 	    fi; \
 	    echo "==> environment: $(VENV), from $$found ($$("$$found" -V))"; \
 	    "$$found" -m venv --clear $(VENV) || { \
-	        echo "$$found cannot make a virtual environment: on Debian and Ubuntu, install python3-venv." >&2; exit 2; }; \
+	        echo "$$found cannot create a virtual environment: on Debian and Ubuntu, install python3-venv." >&2; exit 2; }; \
 	fi
-	@echo "==> install: treering[$*] and what it depends on, into $(VENV) (one to three minutes)"
+	@echo "==> install: treering[$*] and its dependencies into $(VENV) (one to three minutes)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@

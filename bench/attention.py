@@ -1,8 +1,9 @@
-"""Local, ring and gather attention beside other ways to do the same: `python -m bench.attention`.
+"""Local, ring and gather attention compared with each other and with torch: `python -m bench.attention`.
 
-Causal attention, one row, float32: local attention beside torch's scaled_dot_product_attention; ring and gather on 8
-simulated CPU devices beside local attention on one. CPU time of the process, because the devices share its cores. And
-the pairs of queries and keys that each device of a ring computes, which CPU time of all devices together cannot show.
+Causal attention, one row, float32: local attention compared with torch's scaled_dot_product_attention; ring and gather
+on 8 simulated CPU devices compared with local attention on one. CPU time of the process, because the devices share its
+cores. In addition the pairs of queries and keys that each device of a ring computes, which the CPU time of all devices
+together cannot show.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def _pair_of(attend: Callable, q: Any, k: Any, v: Any, d_out: Any) -> tuple[dict
 
 
 def _torch(tokens: int) -> dict[str, Callable]:
-    """The same work by torch, both passes."""
+    """The same work in torch, both passes."""
     import torch
 
     q, k, v, d_out = (torch.tensor(x).transpose(1, 2).contiguous() for x in _arrays(tokens))
@@ -67,7 +68,7 @@ def _torch(tokens: int) -> dict[str, Callable]:
 
 
 def local_beside_torch(rounds_at: dict[int, int]) -> tuple[list[tuple], dict[str, float]]:
-    """Rows of the table, and the ratios of CPU time, from so many rounds at each length.
+    """Rows of the table, and the ratios of CPU time, from a number of rounds at each length.
 
     To be run in a process of its own, with one device: eight share a pool of threads, which costs a tenth.
     """
@@ -106,7 +107,7 @@ def devices_beside_one(lengths: list[int], rounds: int, figures: dict[str, float
     for tokens in lengths:
         arrays = [jnp.asarray(x) for x in _arrays(tokens)]
         spread = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "context"))) for x in arrays]
-        # Orders hold the same numbers of pairs whatever tokens they hold: the arrays stand for reordered ones.
+        # The work does not depend on which tokens the arrays hold: they are taken as reordered ones.
         segments = jax.device_put(jnp.ones((1, tokens), jnp.int32), NamedSharding(mesh, PartitionSpec(None, "context")))
         ways: dict[str, tuple] = {
             "local, one device": _pair_of(lambda q, k, v: local_attention(q, k, v).out, *arrays),
@@ -225,23 +226,31 @@ def main() -> None:
         f"kv_heads, head_dim {HEAD_DIM}, float32; CPU time of all threads, medians of {many} rounds in turn ({few} at "
         f"8k tokens and more). {versions()}.",
         "",
-        "## Local attention beside torch's scaled_dot_product_attention",
+        "## Local attention and torch's scaled_dot_product_attention",
         "",
         *table(("tokens", "pass", "ours, CPU ms", "torch, CPU ms", "ours over torch"), beside_torch),
         "",
-        f"## {DEVICES} simulated devices beside local attention on one",
+        f"## {DEVICES} simulated devices and local attention on one",
         "",
-        "Devices share cores and memory: CPU time shows what each way computes, the launches what it would send (those "
-        "of one pass forward and backward, where XLA shares the first send of the two).",
+        "Devices share cores and memory: CPU time shows what each algorithm computes, the launches what it would send "
+        "(those of one forward and backward pass, which share their first send).",
         "",
         *table(
-            ("tokens", "way", "forward, CPU s", "both, CPU s", "forward over local", "both over local", "launches"),
+            (
+                "tokens",
+                "algorithm",
+                "forward, CPU s",
+                "both, CPU s",
+                "forward over local",
+                "both over local",
+                "launches",
+            ),
             over_devices,
         ),
         "",
-        f"## BlockMask that {DEVICES} devices of a ring compute, 2048 tokens each",
+        f"## Pairs that {DEVICES} devices of a ring compute, 2048 tokens each",
         "",
-        *table(("order", "row", "busiest over mean", "all over causal's"), balance(2048, figures)),
+        *table(("order", "row", "busiest over mean", "all over those of causal attention"), balance(2048, figures)),
     ]
     publish("attention", lines, figures)
 

@@ -1,7 +1,7 @@
-"""Tree decode beside other ways to attend over sharded keys: `python -m bench.attention_decode [--tokens 65536]`.
+"""Tree decode compared with other attention over sharded keys: `python -m bench.attention_decode [--tokens 65536]`.
 
 One decoded token, one layer's attention, 8 simulated CPU devices: tree attention in each scheme, the paper's three
-all-reduces, plain jit, ring decode; and one pass of local attention over as many keys on one device. CPU time of the
+all-reduces, plain jit, ring decode; and one pass of local attention over the same keys on one device. CPU time of the
 process, because the devices share its cores. Launches and bytes are read from the compiled programs.
 """
 
@@ -113,10 +113,10 @@ def main() -> None:
         f"`python -m bench.attention_decode --rounds {arguments.rounds}`: {DEVICES} simulated CPU devices, "
         f"batch {BATCH}, {HEADS} heads, {KV_HEADS} kv_heads, head_dim {HEAD_DIM}, float32; CPU time of all threads, "
         f"medians of {arguments.rounds} rounds in turn. {versions()}.",
-        "Simulated devices share cores and memory: CPU time shows what each way computes, launches and bytes what it "
-        "would send. Ring decode computes the whole result on every device.",
+        "Simulated devices share cores: CPU time shows what each algorithm computes, launches and bytes what "
+        "it would send. Ring decode computes the whole result on every device.",
         "",
-        *table(("keys", "attention", "CPU ms", "over local", "launches", "bytes received a device"), rows),
+        *table(("keys", "attention", "CPU ms", "over local", "launches", "bytes received per device"), rows),
     ]
     publish("attention_decode", lines, figures)
 

@@ -1,9 +1,10 @@
-"""Decode attention as others do it, for comparison only.
+"""Other implementations of decode attention, for comparison only.
 
 - `three_all_reduces`: the paper's own combine (arXiv 2408.04093, algorithm 3);
-- `plain_attention`: softmax attention under jit, left to the compiler;
-- `ring_decode`: keys and values travel past the queries. As lean as a ring can be: heads grouped, keys and values
-  packed in one message, p - 1 sends. The paper's own ring repeats key heads first, for heads / kv_heads the bytes.
+- `plain_attention`: softmax attention under jit, partitioned by the compiler;
+- `ring_decode`: keys and values are sent around the devices, with the fewest bytes that a ring can send: heads
+  grouped, keys and values in one message, p - 1 sends. The paper's own ring repeats key heads first, which sends
+  heads / kv_heads times as many bytes.
 """
 
 import jax
@@ -23,8 +24,8 @@ ALL_KEYS = Mask(causal=False)
 def three_all_reduces(partial: Partial, axis: str, *, fused: bool = False) -> Partial:
     """The paper's combine, inside `shard_map`: the maximum, the numerators, the denominators.
 
-    XLA joins the last two into one message if `fused`; else the third is made to need the second (a barrier would be
-    gone before XLA joins them).
+    With `fused` XLA joins the last two into one message; without it the third depends on the second (XLA removes a
+    barrier before it joins messages).
     """
     peak = lax.pmax(lax.stop_gradient(partial.lse), axis)
     weights = jnp.exp(partial.lse - peak)
@@ -40,7 +41,7 @@ def plain_attention(
     k: Float[Array, "batch kv_seq kv_heads head_dim"],
     v: Float[Array, "batch kv_seq kv_heads head_dim"],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Every query over every key, as one writes it for one device; for jit with keys sharded by tokens."""
+    """Every query over every key, as written for one device; for jit with keys sharded by tokens."""
     batch, seq, heads, head_dim = q.shape
     grouped = q.reshape(batch, seq, k.shape[2], -1, head_dim)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k) * head_dim**-0.5
@@ -52,9 +53,9 @@ def ring_decode(
     kv: Float[Array, "2 batch local_seq kv_heads head_dim"],
     axis: str,
 ) -> Partial:
-    """Queries that every device holds meet the keys and values of all devices in turn, inside `shard_map`.
+    """Queries that are replicated attend to the keys and values of all devices in turn, inside `shard_map`.
 
-    Every device ends with the whole result, having computed all of it.
+    Every device computes the whole result.
     """
     p = lax.axis_size(axis)
     q = vary_over(frozenset({axis}), q)

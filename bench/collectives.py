@@ -1,8 +1,8 @@
-"""The combine of tree attention over real processes: `python -m bench.collectives [--processes 2 4] [--rounds 15]`.
+"""The collectives of tree attention between processes: `python -m bench.collectives [--processes 2 4] [--rounds 15]`.
 
-Each process has one CPU device and they speak over gloo, as machines of a cluster do. One program holds the combines of
-a token's layers, one after the other, with no attention between them: what is timed is messages. Ours, the paper's
-three all-reduces, and these as XLA joins them if let, in turn.
+Each process has one CPU device, and they communicate over gloo, as machines of a cluster can. One program runs the
+combines of all layers of a token one after the other, without attention between them, so that only messages are timed:
+ours, the paper's three all-reduces, and the latter joined by XLA into two, in turn.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def programs(processes: int) -> dict:
 
 
 def child(rank: int, processes: int, port: int, rounds: int) -> None:
-    """One process; the first one prints seconds a combine, launches and bytes of each, a line each."""
+    """One process; the first one prints one line per combine: seconds, launches and bytes."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -132,16 +132,23 @@ def main() -> None:
             figures[f"{processes} {name} speedup"] = ratio
     shape = ", ".join(f"{dim} {size}" for dim, size in SHAPE.items())
     lines = [
-        "# Joining partial attention over real processes",
+        "# Merging partial attention between processes",
         "",
-        f"`python -m bench.collectives --rounds {arguments.rounds}`: one CPU device a process, gloo on one machine; "
-        f"{shape}, float32; {LAYERS} combines a program; wall time, medians of {arguments.rounds} rounds in turn. "
+        f"`python -m bench.collectives --rounds {arguments.rounds}`: one CPU device per process, gloo on one machine; "
+        f"{shape}, float32; {LAYERS} combines per program; wall time, medians of {arguments.rounds} rounds in turn. "
         f"{versions()}.",
-        "The last column is the time of the paper's three all-reduces over the row's own. Nothing here says how an "
+        "The last column is the time of the paper's three all-reduces divided by the row's. Nothing here says how an "
         "interconnect between machines or GPUs behaves; launches and bytes are those of the compiled program.",
         "",
         *table(
-            ("processes", "combine", "us a layer", "launches", "bytes received a device", "over three all-reduces"),
+            (
+                "processes",
+                "combine",
+                "us per layer",
+                "launches",
+                "bytes received per device",
+                "speedup over three all-reduces",
+            ),
             rows,
         ),
     ]

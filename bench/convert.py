@@ -1,7 +1,7 @@
-"""Memory and rate of conversion: `python -m bench.convert [--gigabytes 6] [--folder FOLDER]`.
+"""Memory and speed of conversion: `python -m bench.convert [--gigabytes 6] [--folder FOLDER]`.
 
 Writes a Hugging Face folder of 40 layers in bfloat16, copies its files, converts it, and restores the checkpoint onto
-eight simulated devices, each in a process of its own: what a process holds at its peak is counted above what it holds
+eight simulated devices, each in a process of its own. The memory reported is the peak of a process minus what it holds
 after its imports. Prints a table and writes it to bench/results/convert.md. Needs three times the bytes on disk.
 """
 
@@ -24,13 +24,13 @@ DEVICES = 8
 
 
 def write_source(folder: Path, gigabytes: float) -> int:
-    """A Llama of so many bytes in files of four layers; the bytes of its largest stacked parameter."""
+    """Writes a Llama of this size in files of four layers; returns the bytes of its largest stacked parameter."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
 
     vocab = 32000
-    # A layer has 4 + 3 * 4 matrices of embed x embed, or nearly so: sizes are multiples of what eight devices divide.
+    # A layer has about 4 + 3 * 4 matrices of embed x embed. Sizes are multiples of 512: eight devices divide them.
     elements = gigabytes * 1e9 / 2 / LAYERS
     embed = round((elements / 16) ** 0.5 / 512) * 512
     heads, mlp = embed // 64, round((elements / embed - 4 * embed) / 3 / 512) * 512
@@ -56,7 +56,7 @@ def write_source(folder: Path, gigabytes: float) -> int:
 
     def save(number: int, shapes: dict[str, tuple[int, ...]]) -> None:
         name = f"model-{number:05}-of-{LAYERS // 4 + 1:05}.safetensors"
-        # Any bits will do, but for those that are no numbers.
+        # Any bits will do, except for NaN and infinity.
         tensors = {
             key: (rng.integers(0, 2**14, shape, np.uint16)).view(ml_dtypes.bfloat16) for key, shape in shapes.items()
         }
@@ -87,7 +87,7 @@ def in_process(step: str, *arguments: object) -> dict[str, float]:
 
 
 def measured(run: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Seconds of `run` and the bytes by which it raises the peak of this process; and what it says itself."""
+    """Seconds of `run`, the bytes by which it raises the peak of this process, and what it returns."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     said = run()
@@ -181,7 +181,7 @@ def main() -> None:
             "# Conversion of a large checkpoint",
             "",
             f"A Hugging Face folder of {LAYERS} layers, bfloat16, {gb['bytes']:.2f} GB in {LAYERS // 4 + 1} files; "
-            f"its largest stacked parameter {gb['largest']:.2f} GB. One run each, in a process of its own. "
+            f"its largest stacked parameter is {gb['largest']:.2f} GB. One run each, in a process of its own. "
             f"{versions()}.",
             "",
             *table(

@@ -1,8 +1,8 @@
-"""Decode speed beside transformers: `python -m bench.decode CHECKPOINT`.
+"""Decode speed compared with transformers: `python -m bench.decode CHECKPOINT`.
 
 One stream, one CPU device, float32, two threads each, in turn in one process. transformers runs under inference_mode,
-with the faster of its sdpa and eager attention. Then time a token against the filled length at a fixed capacity, and
-against the capacity at a fixed fill. Prints tables and writes them to bench/results/decode.md.
+with the faster of its sdpa and eager attention. Then time per token by the number of tokens in the cache at a fixed
+capacity, and by the capacity at a fixed number. Prints tables and writes them to bench/results/decode.md.
 """
 
 import argparse
@@ -28,7 +28,7 @@ FILLS = (1024, 2048, 4096, 8064)
 
 
 class Ours:
-    """A row that holds `fill` tokens, decoded greedily. Only its length is set: time does not depend on contents."""
+    """A row that holds `fill` tokens, decoded greedily. Only its length is set, since time depends on nothing else."""
 
     def __init__(self, engine: Engine, fill: int):
         self.engine = engine
@@ -42,7 +42,7 @@ class Ours:
         self.state = EngineState(state.cache, rows)
 
     def __call__(self) -> None:
-        """One token; the row is set back to its length first, so that every round reads as much."""
+        """One token; the row is set back to its length first, so that every round reads the same number."""
         cache = dataclasses.replace(self.state.cache, lengths=self.lengths + 0)
         state = EngineState(cache, self.state.rows)
         self.state, drawn = self.program(self.engine.model, state, self.one)
@@ -50,7 +50,7 @@ class Ours:
 
 
 class Transformers:
-    """The same for transformers' own cached forward."""
+    """The same with the forward of transformers and its cache."""
 
     def __init__(self, model, fill: int):
         import torch
@@ -62,7 +62,7 @@ class Transformers:
             self.cache = model(input_ids=prompt, use_cache=True, logits_to_keep=1).past_key_values
 
     def __call__(self) -> None:
-        """One token; cropping the cache is part of no step of theirs, and costs a view."""
+        """One token; a real loop would not crop the cache, which costs only a view."""
         with self.torch.inference_mode():
             self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits.argmax(-1)
             self.cache.crop(-1)
@@ -91,9 +91,9 @@ def transformers_model(model, attention: str):
 
 
 def in_turn(runs: dict[str, Callable[[], None]], rounds: int, tokens: int) -> dict[str, float]:
-    """Median seconds a token of each run, all in turn in each round.
+    """Median seconds per token of each run, all in turn in each round.
 
-    A run's first two tokens of a round do not count: the other library's threads are still spinning then.
+    The first two tokens of a run in each round are not counted: the other library's threads are still spinning.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("checkpoint", help="as `treering convert` writes it")
     parser.add_argument("--fill", type=int, nargs="+", default=[1024, 4096], help="tokens in the cache")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=5, help="tokens a round")
+    parser.add_argument("--tokens", type=int, default=5, help="tokens per round")
     arguments = parser.parse_args()
 
     import torch
@@ -154,13 +154,13 @@ def main() -> None:
             f"transformers {transformers.__version__}.",
             "",
             *table(
-                ["filled", "ours, ms a token", "transformers sdpa", "transformers eager", "faster by"],
+                ["filled", "ours, ms per token", "transformers sdpa", "transformers eager", "faster by"],
                 rows,
             ),
             "",
             f"At capacity 8192, filled {', '.join(seconds)}: "
-            f"{', '.join(f'{value * 1e3:.1f}' for value in seconds.values())} ms a token, a line with "
-            f"{slope * 1e6:.2f} us a token of context, r2 {figures['r2']:.4f}.",
+            f"{', '.join(f'{value * 1e3:.1f}' for value in seconds.values())} ms per token; a line fit gives "
+            f"{slope * 1e6:.2f} us per token of context, r2 {figures['r2']:.4f}.",
             f"Capacity 16384 over 8192 at 4096 filled: {figures['doubled_capacity'] - 1:+.1%}.",
         ],
         figures,

@@ -1,9 +1,9 @@
 """The engine under load: `python -m bench.engine CHECKPOINT`.
 
-One CPU device, float32. Tokens a second of eight requests together over one alone, all prompts read; time to the first
-token of a 4k prompt beside transformers; the longest waits between tokens of a running request while a 4k prompt is
-read, beside a mean chunk of that prompt alone; the host's time a step beside the program's.
-Writes bench/results/engine.md.
+One CPU device, float32. Tokens per second of eight requests together and of one alone, after all prompts are read; time
+to the first token of a 4k prompt, ours and that of transformers; the 95th percentile of the time between tokens of a
+running request while a 4k prompt is read, compared with a mean chunk of that prompt alone; the host's time per decode
+step outside its program. Writes bench/results/engine.md.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def throughput(engine: Engine, requests: int, length: int) -> float:
-    """Tokens a second of `requests` together: after all prompts are read, and before the first answer ends."""
+    """Tokens per second of `requests` together: after all prompts are read, and before the first answer ends."""
     scheduler = Scheduler(engine)
     for seed in range(requests):
         scheduler.submit(prompt(length, seed), RequestConfig(max_new_tokens=NEW_TOKENS))
@@ -65,7 +65,7 @@ def first_token(engine: Engine, length: int) -> float:
 
 
 def waits(engine: Engine, *, beside: bool) -> list[float]:
-    """Seconds between tokens of one streamed request, while a long prompt is read beside it or not."""
+    """Seconds between tokens of one streamed request, while a long prompt is read at the same time or not."""
     scheduler = Scheduler(engine)
     own = scheduler.submit(prompt(256), RequestConfig(max_new_tokens=40), streamed=True)
     times: list[float] = []
@@ -166,7 +166,7 @@ def main() -> None:
             f"{transformers.__version__}.",
             "",
             *table(
-                ["what", "ours", "beside", "ratio"],
+                ["what", "ours", "compared with", "ratio"],
                 [
                     ["8 requests together, tokens/s", f"{together:.1f}", f"{one:.1f} alone", f"{together / one:.2f}x"],
                     [
@@ -176,7 +176,7 @@ def main() -> None:
                         f"{own / other:.2f}x",
                     ],
                     [
-                        "95th percentile between tokens beside a long prompt, s",
+                        "95th percentile between tokens while a long prompt is read, s",
                         f"{busy:.3f}",
                         f"{2 * idle + chunk:.3f} twice idle plus a chunk",
                         f"{busy / (2 * idle + chunk):.2f}x",

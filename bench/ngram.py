@@ -1,10 +1,10 @@
-"""What a back-off n-gram model makes of Python's documentation: `python -m bench.ngram`.
+"""A back-off n-gram model on Python's documentation: `python -m bench.ngram`.
 
-Bits a byte on the held-out split of `train.data.python_docs`, fitted on the rest: the figure that the recipe
-`tiny_from_scratch` has to get below. The model predicts a byte from the longest context that it has seen, up to
+Bits per byte on the held-out split of `treering.train.data.python_docs`, fitted on the rest: the baseline that the
+recipe `tiny_from_scratch` has to beat. The model predicts a byte from the longest context that it has seen, up to
 `order` bytes, and backs off with Witten-Bell weights (Witten and Bell 1991, method C): after a context seen n times
-with d different bytes, the shorter context has the weight d / (n + d); below the shortest stand 256 equal bytes.
-Prints a table and writes it to bench/results/ngram.md.
+with d different bytes, the shorter context has the weight d / (n + d); below the shortest is a uniform distribution
+over 256 bytes. Prints a table and writes it to bench/results/ngram.md.
 """
 
 import math
@@ -53,14 +53,14 @@ def main() -> None:
         f"`python -m bench.ngram`: back-off n-gram models on pydoc_data.topics of Python {platform.python_version()}; "
         f"{sum(map(len, train)):,} bytes to fit, {size:,} held out in {len(test)} documents.",
         "",
-        "| bytes of context | bits a byte, held out |",
+        "| bytes of context | bits per byte, held out |",
         "|---|---|",
     ]
     for order in ORDERS:
         score = sum(bits(document, counts, order) for document in test) / size
-        lines.append(f"| {order}{' (order 4: the bar)' if order == BAR else ''} | {score:.4f} |")
+        lines.append(f"| {order}{' (order 4: the baseline)' if order == BAR else ''} | {score:.4f} |")
         print(lines[-1], flush=True)
-    lines += ["", "Order 4 is read as four bytes of context, the harder of the two readings."]
+    lines += ["", "Order 4 means four bytes of context here, the stronger baseline of the two common meanings."]
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
     (results / "ngram.md").write_text("\n".join(lines) + "\n")

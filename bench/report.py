@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1] / "tests"
 
 
 def hlo():
-    """The reader of compiled programs, which lives with the tests."""
+    """The reader of compiled programs, which is with the tests."""
     if str(TESTS) not in sys.path:
         sys.path.append(str(TESTS))
     import hlo
@@ -25,7 +25,7 @@ def hlo():
 def in_turn(
     runs: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Median seconds of each run over `rounds`, all in turn in each round, after one round that does not count."""
+    """Median seconds of each run over `rounds`, all in turn in each round, after one round that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for n in range(rounds + 1):
         for name, run in runs.items():

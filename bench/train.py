@@ -1,8 +1,9 @@
-"""Training speed beside transformers: `python -m bench.train [--tokens 1024 4096] [--rounds 10] [--threads 2]`.
+"""Training speed compared with transformers: `python -m bench.train [--tokens 1024 4096] [--rounds 10] [--threads 2]`.
 
-One device, float32, AdamW with clipping, one row of one document, the same tiny Llama; as many threads each, in turn in
-one process. transformers runs with the faster of its sdpa and eager attention and keeps all activations; ours runs with
-each remat, and is compared with its default, attention. Prints a table and writes it to bench/results/train.md.
+One device, float32, AdamW with clipping, one row of one document, the same tiny Llama; the same number of threads, in
+turn in one process. transformers runs with sdpa and with eager attention and keeps all activations; ours runs with each
+remat. The speedup is that of our default, attention, over the faster of theirs. Prints a table and writes it to
+bench/results/train.md.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def theirs(model_config, attention: str, tokens: int) -> Callable[[], None]:
 
 
 def seconds(run: Callable[[], None]) -> tuple[float, float]:
-    """Seconds that pass, and seconds of all threads' CPU time."""
+    """Seconds of wall time, and of CPU time of all threads."""
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - wall, time.process_time() - cpu
@@ -89,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2, help="for both; bind the process to as many cores")
+    parser.add_argument("--threads", type=int, default=2, help="for both; bind the process to the same number of cores")
     arguments = parser.parse_args()
     threads = arguments.threads
 
@@ -106,9 +107,9 @@ def main() -> None:
         f"{model.head_dim} and {model.kv_heads} key heads, mlp {model.mlp}, vocab {model.vocab}; 1 row, float32, "
         f"AdamW, clipped; 1 CPU device ({processor()}), {threads} threads; Python {platform.python_version()}, jax "
         f"{jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}; medians of "
-        f"{arguments.rounds} rounds in turn, without compiling.",
+        f"{arguments.rounds} rounds in turn; compiling is not included.",
         "",
-        "| tokens | ours ms: remat attention | none | full | transformers sdpa | eager | ours over the faster |",
+        "| tokens | ours ms: remat attention | none | full | transformers sdpa | eager | speedup over the faster |",
         "|---|---|---|---|---|---|---|",
     ]
     found = []
@@ -138,7 +139,7 @@ def main() -> None:
 
 
 def processor() -> str:
-    """The CPU's name, where the system tells it."""
+    """The CPU's name, if the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

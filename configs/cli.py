@@ -180,11 +180,11 @@ def _kinds(hint: Any) -> list[Any]:
     return list(typing.get_args(hint)) if typing.get_origin(hint) in (typing.Union, types.UnionType) else [hint]
 
 
-def rule_of(hint: Any) -> str:
-    """What a value of this type is, in words."""
+def rule_of(hint: Any, *, none: str = "None") -> str:
+    """What a value of this type is, in words; `none` is how None is written."""
     inner = typing.get_args(hint)
     if len(kinds := _kinds(hint)) > 1:
-        return ", or ".join("None" if one is types.NoneType else rule_of(one) for one in kinds)
+        return ", or ".join(none if one is types.NoneType else rule_of(one) for one in kinds)
     if typing.get_origin(hint) is typing.Literal:
         return f"one of {', '.join(map(repr, inner))}"
     if typing.get_origin(hint) is tuple:
@@ -236,8 +236,10 @@ def from_json(value: Any, hint: Any) -> Any:
     for kind in _kinds(hint):
         if kind is types.NoneType and value is None:
             return None
-        if kind is float and type(value) in (int, float) and math.isfinite(value):
-            return float(value)
+        if kind is float and type(value) in (int, float):
+            with contextlib.suppress(OverflowError):
+                if math.isfinite(number := float(value)):
+                    return number
         if kind in (int, bool, str) and type(value) is kind:
             return value
         if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind):
@@ -245,4 +247,4 @@ def from_json(value: Any, hint: Any) -> Any:
         if typing.get_origin(kind) is tuple and isinstance(value, list):
             inner = typing.get_args(kind)[0]
             return tuple(from_json(one, inner) for one in value)
-    raise UserError(f"it must be {rule_of(hint)}", value=value)
+    raise UserError(f"it must be {rule_of(hint, none='null')}", value=value)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from treering.configs.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -11,12 +13,12 @@ class Source:
     path: str
     """A file or a pattern of files (.jsonl, .json, .parquet, .txt; also as .gz, .bz2, .xz, .zst), a folder that
     `datasets` saved, the name of a data set on the Hugging Face hub, or python-docs: the text of Python's own
-    documentation that comes with every Python (splits: train, test, test-in-place)."""
+    documentation, which comes with every Python (splits: train, test, test-in-place)."""
     column: str = "text"
     """The column to train on: text, or lists of token ids."""
     trained: str | None = None
     """A column of ranges of the text's characters, [[first, end], ...]: only tokens that begin within one are trained
-    on, or count in evaluation. Default: all."""
+    on, or count in evaluation. Default: all tokens."""
     subset: str | None = None
     """The configuration of a data set on the hub."""
     split: str = "train"
@@ -26,10 +28,6 @@ class Source:
     weight: float = 1.0
     """Rows of this source in proportion to those of the others."""
 
-    def __post_init__(self):
-        if not 0 < self.weight < float("inf"):
-            raise ValueError(f"the weight of {self.path} is {self.weight}: weights are positive numbers")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -38,28 +36,33 @@ class DataConfig:
     sources: tuple[Source, ...]
     """Several are mixed row by row in proportion to their weights; each starts over when it ends."""
     held_out: tuple[Source, ...] = ()
-    """What evaluation reads."""
+    """Sources for evaluation. On the command line --data.held-out.0.path FILE adds one, and --data.sources.1.path FILE
+    a second source to train on."""
     tokenizer: str | None = None
-    """A checkpoint or a Hugging Face folder; bytes: one token a byte; bpe: byte pairs, learned from the sources up to
+    """A checkpoint or a Hugging Face folder; bytes: one token per byte; bpe: byte pairs, learned from the sources up to
     the model's vocabulary. None takes the tokenizer of the weights that the run starts from."""
     end: bool = True
     """End each document of text with the tokenizer's end token."""
     window: int
-    """Tokens of a row."""
+    """Tokens per row."""
     batch: int
-    """Rows of a step, over all devices and accumulation steps."""
+    """Rows per step, over all devices and accumulation steps."""
     streaming: bool = False
-    """Read documents in order as they come, and tokenise them in passing. Default: all are tokenised once into the
-    cache, and each epoch has an order of its own."""
+    """Read documents in order, and tokenise them while training. Default: all are tokenised once into the cache, and
+    each epoch has another random order."""
     block_windows: int = 256
-    """Documents are packed, and streamed ones shuffled, in blocks of about so many windows. A stream holds one block
-    in memory."""
+    """Windows per block: documents are packed, and rows shuffled, block by block. A stream has one block in memory."""
     cache: str = "~/.cache/treering"
     """Folder for tokenised data."""
 
     def __post_init__(self):
         if not self.sources:
-            raise ValueError("data.sources is empty: name at least one")
+            raise UserError("give at least one", field="data.sources")
         for name in ("window", "batch", "block_windows"):
             if getattr(self, name) < 1:
-                raise ValueError(f"data.{name} is {getattr(self, name)}: it must be at least 1")
+                raise UserError("it must be at least 1", field=f"data.{name}", value=getattr(self, name))
+        for name in ("sources", "held_out"):
+            for number, source in enumerate(getattr(self, name)):
+                if not 0 < source.weight < float("inf"):
+                    field = f"data.{name}.{number}.weight"
+                    raise UserError("it must be a finite number above 0", field=field, value=source.weight)

@@ -1,7 +1,7 @@
 """Recipes that lengthen the context of published models, on many accelerators of 80 GB.
 
-Each is checked by compiling its step for as many simulated devices; none was run at its size. Times are reckoned at
-40 % of 989 TFLOP/s a device, not measured. Change `data.sources` to long documents of your own.
+Each is checked by compiling its step for as many simulated devices; none was run at its size. Times are estimated at
+40 % of 989 TFLOP/s per device, not measured. Change `data.sources` to long documents of your own.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ BOOKS = "emozilla/pg19"
 def llama_3_1_8b_128k() -> RunConfig:
     """Fine-tunes Llama 3.1 8B on whole windows of 128k tokens: 8 devices, one sequence over all of them.
 
-    Before it: treering convert path/to/Llama-3.1-8B checkpoints/llama-3.1-8b. About 50 s a step of 1M tokens.
+    Before it: treering convert path/to/Llama-3.1-8B checkpoints/llama-3.1-8b. About 50 s per step of 1M tokens.
 
     treering train llama_3_1_8b_128k
     """
@@ -42,7 +42,7 @@ def llama_3_1_8b_512k() -> RunConfig:
 
     Theta rises with the context, in two stages, so that the slowest rotary pairs turn as far over the longer context as
     they did over the shorter (theta times growth ** (head_dim / (head_dim - 2)), the rule known as NTK-aware scaling);
-    staged as in arXiv 2402.08268. About 40 s a step of 1M tokens.
+    staged as in arXiv 2402.08268. About 40 s per step of 1M tokens.
 
     treering train llama_3_1_8b_512k
     """
@@ -53,7 +53,7 @@ def llama_3_1_8b_512k() -> RunConfig:
 def llama_3_1_70b_128k() -> RunConfig:
     """Fine-tunes Llama 3.1 70B on whole windows of 128k tokens: 64 devices, two sequences over 32 each.
 
-    Before it: treering convert path/to/Llama-3.1-70B checkpoints/llama-3.1-70b. About 45 s a step of 1M tokens.
+    Before it: treering convert path/to/Llama-3.1-70B checkpoints/llama-3.1-70b. About 45 s per step of 1M tokens.
 
     treering train llama_3_1_70b_128k
     """

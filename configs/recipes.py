@@ -1,4 +1,4 @@
-"""Recipes: functions that return a whole run. `treering train` lists them; write your own beside your data.
+"""Recipes: functions that return a run's config. `treering train` lists them; write your own next to your data.
 
 A recipe's docstring says what it is for, what to expect, and the command.
 """
@@ -28,14 +28,14 @@ TINY_TEXT_MODEL = LlamaConfig(
     tie_embeddings=True,
     rope=DefaultRope(theta=10_000.0),
 )
-"""A million parameters, a quarter of them the table of tokens."""
+"""A million parameters, a quarter of them in the embedding table."""
 
 
 def tiny_from_scratch() -> RunConfig:
     """A first model on a laptop: learns English and Python from Python's own documentation, 330 kB of text.
 
-    The tokenizer is learned from the same text. In 1000 steps (under five minutes on two cores) it reaches fewer bits a
-    byte on held-out documents than a back-off n-gram model of order 4, which needs 1.93 (`python -m bench.ngram`).
+    The tokenizer is learned from the same text. In 1000 steps (under five minutes on two cores) it reaches fewer bits
+    per byte on held-out documents than a back-off n-gram model of order 4, which needs 1.93 (`python -m bench.ngram`).
 
     treering train tiny_from_scratch
     """
@@ -65,9 +65,9 @@ def tiny_longer() -> RunConfig:
     """Extends the model of `tiny_from_scratch` from 512 tokens of context to 2048: run that first.
 
     The base of the rotary angles rises fourfold, and 300 steps on windows of 2048 tokens follow (four minutes on two
-    cores). Held-out text is scored in its place, after all that stands before it in its document, in overlapping
-    windows, so that each position meets the same text: loss at positions 1024 to 2048 is then lower than at 256 to 512,
-    as `treering plot` draws it.
+    cores). Held-out text is scored in place, after all the text before it in its document, in overlapping windows, so
+    that every position is scored on the same text: loss at positions 1024 to 2048 is then lower than at 256 to 512, as
+    `treering plot` shows.
 
     treering train tiny_longer
     treering plot runs/tiny_longer
@@ -97,10 +97,11 @@ def tiny_longer() -> RunConfig:
 
 
 def fine_tune(init_from: str, model: ModelConfig) -> RunConfig:
-    """Fine-tunes weights that you have on text that you have, on as many devices as there are.
+    """Fine-tunes given weights on text of your own, on all devices.
 
     The weights may be a checkpoint, a Hugging Face folder or a GGUF file; the model is theirs. For a longer context,
-    raise model.context-length, model.rope.theta and data.window. Documents are the rows of the column text.
+    raise model.context-length, model.rope.theta and data.window. Documents are the rows of the column text. For
+    held-out loss add --data.held-out.0.path held_out.jsonl.
 
     treering train fine_tune --init-from path/to/Llama-3.2-1B --data.sources.0.path documents.jsonl
     """
@@ -130,4 +131,4 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
         llama_3_1_70b_128k,
     )
 }
-"""What `treering train` knows by name. A recipe with parameters gets what `--init-from` names, and the model there."""
+"""The recipes that `treering train` knows by name. One with parameters gets what `--init-from` names, and its model."""

@@ -190,8 +190,6 @@ def _own_option(name: str, value: Any) -> Any:
         return from_json(value, get_type_hints(GenerateOptions)[name])
     except UserError as error:
         raise UserError(error.rule, field=name, value=value) from None
-    except OverflowError:
-        raise UserError("it is too large", field=name, value=value) from None
 
 
 def _encode(entry: dict[str, Any], tokenizer: Tokenizer, chat: bool) -> list[int]:

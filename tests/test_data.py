@@ -141,12 +141,12 @@ def test_only_the_ranges_of_a_column_are_trained_on(tmp_path, tokenizer, streami
     assert sum((batch.targets >= 0).sum() for batch in held_out_batches([store], 16, 2, range(2))) == 6
 
 
-def test_ranges_that_are_none_are_told(tmp_path, tokenizer) -> None:
+def test_ranges_that_are_none_are_reported(tmp_path, tokenizer) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "short", "answers": [[2, 9]]}\n')
-    with pytest.raises(ValueError, match=r"the range \[2, 9\] for a text of 5 characters"):
+    with pytest.raises(ValueError, match=r"jsonl, line 1: .answers. \[2, 9\]: .* within the text's 5 characters"):
         store_of(tmp_path, tokenizer, str(path), trained="answers")
-    with pytest.raises(ValueError, match="no column 'spans'"):
+    with pytest.raises(ValueError, match="trained spans: .*data.jsonl has no such column .works: text, answers."):
         store_of(tmp_path, tokenizer, str(path), trained="spans")
 
 
@@ -193,23 +193,38 @@ def test_a_cache_that_was_not_finished_is_written_again(tmp_path, tokenizer, mon
 @pytest.mark.parametrize(
     ("name", "content", "source", "says"),
     [
-        ("a.jsonl", b'{"body": "x", "title": "y"}\n', {}, "no column 'text': its columns are body, title"),
-        ("a.jsonl", b"", {}, "no rows"),
+        ("a.jsonl", b'{"body": "x", "title": "y"}\n', {}, "column text: PATH has no such column (works: body, title)"),
+        ("a.jsonl", b"", {}, "PATH: it has no rows in split train"),
         ("a.txt", b"", {"unit": "line"}, "no rows"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, "a.jsonl, line 2 is no JSON"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff\xfe"}\n', {}, "line 2 is no valid UTF-8 (byte 11 of the line)"),
-        ("a.txt", b"fine\nnot \xff fine\n", {}, "line 2 is no valid UTF-8 (byte 5 of the line)"),
-        ("a.txt.gz", gzip.compress(b"\xff", mtime=0), {}, "line 1 is no valid UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9, mtime=0)[:-9], {}, "a.jsonl.gz cannot be read: "),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n{"text": \n', mtime=0), {}, "a.jsonl.gz, line 2 is no JSON"),
-        ("a.json", b'[{"text": "x"},\n {"text": ]\n', {}, "a.json cannot be read: "),
-        ("a.jsonl", b'{"ids": [3, 300]}\n', {"column": "ids"}, "token id 300, and the model's vocabulary has 300"),
-        ("a.jsonl", b'{"ids": [3, -1]}\n', {"column": "ids"}, "token id -1"),
-        ("a.jsonl", b'{"text": 5}\n', {}, "neither text nor ids"),
-        ("a.csv", b"text\nx\n", {}, "no data that can be read"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": \n',
+            {},
+            "PATH, line 2: it is not JSON (Expecting value at",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\xff\xfe"}\n',
+            {},
+            "PATH, line 2: it is not valid UTF-8 (byte 11",
+        ),
+        ("a.txt", b"fine\nnot \xff fine\n", {}, "PATH, line 2: it is not valid UTF-8 (byte 5 of the line)"),
+        ("a.txt.gz", gzip.compress(b"\xff", mtime=0), {}, "PATH, line 1: it is not valid UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9, mtime=0)[:-9], {}, "a.jsonl.gz: it cannot be read: "),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n{"text": \n', mtime=0), {}, "a.jsonl.gz, line 2: it is not JSON"),
+        ("a.json", b'[{"text": "x"},\n {"text": ]\n', {}, "a.json: it cannot be read: "),
+        ("a.jsonl", b'{"ids": [3, 300]}\n', {"column": "ids"}, 'PATH, line 1: "ids" 300: it must be a token id of'),
+        (
+            "a.jsonl",
+            b'{"ids": [3, -1]}\n',
+            {"column": "ids"},
+            '"ids" -1: it must be a token id of',
+        ),
+        ("a.jsonl", b'{"text": 5}\n', {}, 'PATH, line 1: "text" 5: it must be text, or a list of token ids'),
+        ("a.csv", b"text\nx\n", {}, "path PATH: it is not data that can be read"),
     ],
 )
-def test_wrong_data_is_told_in_one_line(tmp_path, tokenizer, streaming, name, content, source, says) -> None:
+def test_wrong_data_is_one_line_of_error(tmp_path, tokenizer, streaming, name, content, source, says) -> None:
     from treering.configs.data import Source
     from treering.train.data.sources import open_source
     from treering.train.data.stream import StreamedBlocks
@@ -223,7 +238,7 @@ def test_wrong_data_is_told_in_one_line(tmp_path, tokenizer, streaming, name, co
             blocks.read(blocks.start())
         else:
             store_of(tmp_path, tokenizer, str(tmp_path / name), **source)
-    assert says in str(raised.value) and "\n" not in str(raised.value)
+    assert says.replace("PATH", str(tmp_path / name)) in str(raised.value) and "\n" not in str(raised.value)
     assert not list((tmp_path / "cache").rglob("info.json"))
 
 
@@ -231,19 +246,43 @@ def test_wrong_data_is_told_in_one_line(tmp_path, tokenizer, streaming, name, co
     ("path", "says"),
     [
         ("nowhere/data.jsonl", "does not exist"),
-        ("./strange", "no data that can be read"),
-        (".", "a folder that `datasets` did not save"),
+        ("./strange", "path ./strange: it is not data that can be read"),
+        (".", "it is not a folder that `datasets` saved: .*works: ./.*.jsonl"),
     ],
 )
-def test_a_path_that_is_no_data_is_told(tmp_path, tokenizer, path, says) -> None:
+def test_a_path_that_is_no_data_is_reported(tmp_path, tokenizer, path, says) -> None:
     with pytest.raises(ValueError, match=says):
         store_of(tmp_path, tokenizer, path)
 
 
-def test_a_missing_split_is_told_with_those_there_are(tmp_path, tokenizer) -> None:
-    with pytest.raises(ValueError, match="no split 'test': its splits are train"):
+def test_the_logging_of_datasets_is_left_as_it_was(tmp_path, tokenizer) -> None:
+    import logging
+
+    import datasets
+
+    def settings() -> tuple[int, bool]:
+        return logging.getLogger("datasets").level, datasets.are_progress_bars_disabled()
+
+    (tmp_path / "empty.jsonl").write_text("")
+    before = settings()
+    try:
+        datasets.enable_progress_bars()
+        logging.getLogger("datasets").setLevel(logging.INFO)
+        store_of(tmp_path, tokenizer, local(tmp_path, "jsonl"))
+        streamed_rows(tmp_path, tokenizer, str(tmp_path / "data.jsonl")).next()
+        with pytest.raises(ValueError, match="no rows"):
+            store_of(tmp_path, tokenizer, str(tmp_path / "empty.jsonl"))
+        assert settings() == (logging.INFO, False)
+    finally:
+        logging.getLogger("datasets").setLevel(before[0])
+        if before[1]:
+            datasets.disable_progress_bars()
+
+
+def test_a_missing_split_is_reported_with_those_there_are(tmp_path, tokenizer) -> None:
+    with pytest.raises(ValueError, match="split test: .* has no such split .works: train."):
         store_of(tmp_path, tokenizer, local(tmp_path, "saved"), split="test")
-    with pytest.raises(ValueError, match="its splits are train, test"):
+    with pytest.raises(ValueError, match="split validation: python-docs has no such split .works: train, test, "):
         store_of(tmp_path, tokenizer, "python-docs", split="validation")
 
 
@@ -378,7 +417,7 @@ def test_a_process_makes_the_rows_its_devices_stand_on(mesh) -> None:
     assert process_rows(Plan(mesh(data=2, fsdp=2, context=2), "train"), 8, 64) == range(8)
 
 
-def test_data_without_a_single_target_is_told(tmp_path, tokenizer) -> None:
+def test_data_without_a_single_target_is_reported(tmp_path, tokenizer) -> None:
     (tmp_path / "ids.jsonl").write_text('{"ids": [5]}\n{"ids": [6]}\n')
     rows = stored_rows(store_of(tmp_path, tokenizer, str(tmp_path / "ids.jsonl"), column="ids"))
     with pytest.raises(ValueError, match="nothing to train on"):

@@ -101,14 +101,14 @@ def test_no_trained_token_is_no_loss_and_no_nan(mesh):
     assert all(not np.any(np.asarray(g)) for g in gradients)
 
 
-def test_z_loss_is_trained_but_not_told(mesh):
+def test_z_loss_is_trained_but_not_reported(mesh):
     hidden, table, targets = inputs(jnp.float32)
     plan = Plan(mesh(), "train")
     with_z = cross_entropy(hidden, weight(plan, table, None), targets, chunk=8, z_loss=0.1)
     without = cross_entropy(hidden, weight(plan, table, None), targets, chunk=8)
     assert with_z.objective > with_z.cross_entropy == without.objective == without.cross_entropy
-    told = jax.grad(lambda h: cross_entropy(h, weight(plan, table, None), targets, chunk=8).cross_entropy)(hidden)
-    assert not np.any(np.asarray(told))
+    gradient = jax.grad(lambda h: cross_entropy(h, weight(plan, table, None), targets, chunk=8).cross_entropy)(hidden)
+    assert not np.any(np.asarray(gradient))
 
 
 def test_bfloat16_products_keep_float32_losses_and_weight_gradients(x64, mesh):

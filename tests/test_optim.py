@@ -20,8 +20,8 @@ pytestmark = pytest.mark.smoke
 
 
 def test_weights_and_tables_decay_and_stacked_norms_do_not():
-    told = named_leaves(jax.tree.map(lambda yes: np.array(yes), decayed(abstract_model(TINY))))
-    kept = {name for name, yes in told.items() if not yes}
+    decays = named_leaves(jax.tree.map(lambda yes: np.array(yes), decayed(abstract_model(TINY))))
+    kept = {name for name, yes in decays.items() if not yes}
     assert kept == {"norm.weight", *(f"blocks.places.0.{name}_norm.weight" for name in ("attention", "mlp"))}
 
 
@@ -80,11 +80,14 @@ def test_a_run_of_one_step_has_a_rate():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"kind": "wsd"}, "wsd needs the steps of its fall"),
-        ({"kind": "cosine", "decay_steps": 3}, "schedule.kind cosine with schedule.decay_steps 3"),
-        ({"kind": "wsd", "decay_steps": 0}, "at least 1 step"),
-        ({"warmup_steps": -1}, "schedule.warmup_steps -1 is negative"),
-        ({"final_share": 1.5}, "schedule.final_share 1.5"),
+        ({"kind": "wsd"}, "schedule.decay_steps None: optimizer.schedule.kind wsd needs it"),
+        (
+            {"kind": "cosine", "decay_steps": 3},
+            "decay_steps 3: it is for .*kind wsd, which needs it, and not for cosine",
+        ),
+        ({"kind": "wsd", "decay_steps": 0}, "schedule.decay_steps 0: it must be at least 1"),
+        ({"warmup_steps": -1}, "schedule.warmup_steps -1: it must be at least 0"),
+        ({"final_share": 1.5}, "schedule.final_share 1.5: it must be a share of the peak, from 0 to 1"),
     ],
 )
 def test_schedules_that_cannot_be_are_refused(fields, said):
@@ -95,11 +98,11 @@ def test_schedules_that_cannot_be_are_refused(fields, said):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"learning_rate": -1.0}, "learning_rate -1.0"),
+        ({"learning_rate": -1.0}, "optimizer.learning_rate -1.0: it must be at least 0"),
         ({"b2": 1.0}, "b2 1.0: it must be at least 0 and below 1"),
-        ({"momentum": 0.9}, "that is sgd's; adamw has b1"),
+        ({"momentum": 0.9}, "optimizer.momentum 0.9: it is for optimizer.kind sgd; adamw has optimizer.b1"),
         ({"clip_norm": 0.0}, "None for no clipping"),
-        ({"weight_decay": -0.1}, "weight_decay -0.1"),
+        ({"weight_decay": -0.1}, "weight_decay -0.1: it must be at least 0"),
     ],
 )
 def test_optimizers_that_cannot_be_are_refused(fields, said):
@@ -108,8 +111,11 @@ def test_optimizers_that_cannot_be_are_refused(fields, said):
 
 
 def test_a_schedule_longer_than_its_run_is_refused():
-    with pytest.raises(ValueError, match="schedule.warmup_steps 8 and schedule.decay_steps 4 together in a run of 10"):
+    rule = "warmup_steps 8: it must be at most 6, the steps of the run without the 4 of optimizer.schedule.decay_steps"
+    with pytest.raises(ValueError, match=rule):
         rates(ScheduleConfig(kind="wsd", warmup_steps=8, decay_steps=4), 10)
+    with pytest.raises(ValueError, match="decay_steps 11: it must be at most 10, the steps of the run"):
+        rates(ScheduleConfig(kind="wsd", decay_steps=11), 10)
 
 
 def test_clipping_is_by_the_norm_of_all_gradients_together():

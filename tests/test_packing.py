@@ -15,7 +15,7 @@ def packed(documents: list[np.ndarray], window: int):
 
 
 def numbered(lengths: list[int]) -> list[np.ndarray]:
-    """Documents whose tokens say where they stand: document i's token j is 1000 i + j."""
+    """Documents whose tokens say where they are: document i's token j is 1000 i + j."""
     return [1000 * number + np.arange(length, dtype=np.int32) for number, length in enumerate(lengths, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Runs: the same whether straight or interrupted, stopped in time, and told in full."""
+"""Runs: the same whether straight or interrupted, stopped in time, and reported in full."""
 
 import dataclasses
 import json
@@ -157,15 +157,15 @@ def test_a_run_does_not_go_on_with_other_data_but_with_a_copy(tmp_path: Path) ->
     file = tmp_path / "train.jsonl"
     right = file.read_text()
     train(config)
-    words = ": {} bytes in 1 file.s. then, {} bytes in 1 now"
-    for wrong, told in (
-        (right.replace("tree", "reet", 1), words.format(f"{len(right):,}", f"{len(right):,}") + ", with other content"),
+    words = ": it had {} bytes in 1 file, and has {} bytes in 1 file"
+    for wrong, change in (
+        (right.replace("tree", "reet", 1), words.format(f"{len(right):,}", f"{len(right):,}") + " with other content"),
         (right + right, words.format(f"{len(right):,}", f"{2 * len(right):,}")),
     ):
         file.write_text(wrong)
         for again in (config, dataclasses.replace(config, folder=str(tmp_path / "new"), resume_from=config.folder)):
             with pytest.raises(
-                ValueError, match=f"train.jsonl has changed since the run in .*/run began{told}. Put it"
+                ValueError, match=f"train.jsonl has changed since the run in .*/run began{change}. Restore"
             ):
                 train(dataclasses.replace(again, stop_at=3))
     assert not (tmp_path / "new").exists()
@@ -241,13 +241,20 @@ def test_a_run_starts_from_the_weights_of_another_with_a_longer_context(straight
     assert read_config(tmp_path / "run/checkpoints/4/model") == model
 
 
-def test_a_run_goes_on_from_another_runs_step_and_place_in_the_data(straight: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_another_runs_step_and_place_in_the_data(straight: Path, tmp_path: Path, capsys) -> None:
     from treering.train.run.loop import train
 
     train(beside(straight, tmp_path, stop_at=7))
     config = beside(straight, tmp_path, resume_from=str(tmp_path / "run"))
     train(dataclasses.replace(config, folder=str(tmp_path / "second")))
     assert lines(tmp_path / "second") == lines(straight / "run")[7:]
+    # Weights of a run that is not finished are taken, and the run says so.
+    for run, warned in ((tmp_path / "run", True), (straight / "run", False)):
+        capsys.readouterr()
+        config = beside(straight, tmp_path, init_from=str(run), stop_at=1)
+        train(dataclasses.replace(config, folder=str(tmp_path / f"from_{run.parent.name}")))
+        warning = f"the run in {run} is not finished: its newest checkpoint is of step 7 of 20\n"
+        assert (warning in capsys.readouterr().err) == warned
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
@@ -338,6 +345,60 @@ def test_the_flops_of_a_token_are_those_of_its_products() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_flops("cpu") is None
 
 
+def test_a_run_without_a_terminal_prints_its_first_and_last_step_and_some_between(capsys) -> None:
+    from treering.train.run.watch import Bar
+
+    def printed(total: int, done: int, last: int, seconds: float = 1e9) -> list[int]:
+        bar = Bar(total, done, last, bar=True, seconds=seconds)
+        for step in range(done + 1, last + 1):
+            bar.show(step, {"loss": 2.0, "tokens_per_second": 1e3, "step_seconds": 0.1})
+        found = [line.split()[1].split("/") for line in capsys.readouterr().err.splitlines()]
+        assert all(int(of) == total for _, of in found)
+        return [int(step) for step, _ in found]
+
+    assert printed(20, 0, 20) == [1, *range(2, 21, 2)]
+    assert printed(1000, 0, 1000) == [1, *range(100, 1001, 100)]
+    assert printed(1000, 0, 13) == [1, 2, 4, 6, 8, 10, 12, 13], "a run that stops earlier shows its own steps"
+    assert printed(20, 15, 20) == [16, 17, 18, 19, 20]
+    assert printed(50, 0, 50, seconds=0.0) == list(range(1, 51)), "and each after a time"
+
+
+def test_a_run_says_when_warm_up_takes_most_of_it(tmp_path: Path) -> None:
+    from treering.configs.train import OptimizerConfig, ScheduleConfig
+    from treering.train.run.check import warm_up_in_words
+
+    def said(warmup: int, steps: int) -> str | None:
+        optimizer = OptimizerConfig(schedule=ScheduleConfig(warmup_steps=warmup))
+        return warm_up_in_words(tiny_run.tiny_run(tmp_path, steps=steps, optimizer=optimizer))
+
+    assert said(10, 20) is None and said(0, 1) is None
+    assert (said(11, 20) or "").startswith(
+        "warm-up takes 11 of 20 steps: the learning rate reaches its peak at step 11"
+    )
+    assert (said(1, 1) or "").startswith("warm-up takes 1 of 1 step: ")
+
+
+def test_a_run_without_held_out_loss_has_no_plot_of_it(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    import treering
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
+    assert treering.main(["plot", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{tmp_path / 'loss.png'}\n" and not (tmp_path / "position.png").exists()
+    assert err == "position.png is not drawn: there is no held-out loss (see --data.held-out.0.path)\n"
+
+
+def test_the_legend_of_a_plot_names_what_is_drawn(straight: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    from treering.train.commands.plot import draw_loss
+    from treering.train.run.metrics import read_metrics
+
+    axes = figure.subplots()
+    draw_loss(axes, {"a/first": [{"step": 1, "loss": 2.0}], str(straight / "run"): read_metrics(straight / "run")})
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["first", "run", "run, held out"]
+
+
 def test_runs_are_plotted(straight: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from treering.train.commands.plot import PlotOptions, plot
@@ -345,7 +406,7 @@ def test_runs_are_plotted(straight: Path, tmp_path: Path) -> None:
     pictures = plot(PlotOptions(runs=(str(straight / "run"),), output=str(tmp_path)))
     assert [path.name for path in pictures] == ["loss.png", "position.png"]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in pictures)
-    with pytest.raises(ValueError, match="holds no run"):
+    with pytest.raises(ValueError, match="is not the folder of a run: it has no metrics.jsonl"):
         plot(PlotOptions(runs=(str(tmp_path),)))
 
 
@@ -398,7 +459,7 @@ def test_two_processes_train_resume_and_stop_as_one(tmp_path: Path) -> None:
     assert finished_steps(tmp_path / "two" / "checkpoints")[-1] == lines(tmp_path / "two")[-1]["step"]
 
 
-def test_a_run_starts_from_a_folder_of_hugging_faces_and_from_gguf_as_from_a_checkpoint(tmp_path: Path) -> None:
+def test_a_run_starts_from_a_folder_of_hugging_faces_and_from_gguf_as_from_a_checkpoint(tmp_path: Path, capsys) -> None:
     import tiny
     import treering
     from treering.models.conversion.convert import convert
@@ -411,7 +472,7 @@ def test_a_run_starts_from_a_folder_of_hugging_faces_and_from_gguf_as_from_a_che
     tiny_run.write_texts(tmp_path / "documents.jsonl")
     options = [
         *("--data.sources.0.path", str(tmp_path / "documents.jsonl"), "--data.cache", str(tmp_path / "cache")),
-        *("--data.window", "64", "--steps", "2", "--optimizer.schedule.warmup-steps", "1"),
+        *("--data.window", "64", "--steps", "2", "--optimizer.schedule.warmup-steps", "2"),
         *("--step.precision.compute", "float32"),
     ]
     found = {}
@@ -419,6 +480,7 @@ def test_a_run_starts_from_a_folder_of_hugging_faces_and_from_gguf_as_from_a_che
         folder = tmp_path / "runs" / name
         start = ("--init-from", str(tmp_path / name))
         assert treering.main(["train", "fine_tune", *start, "--folder", str(folder), *options]) == 0
+        assert "\nwarm-up takes 2 of 2 steps: " in capsys.readouterr().err
         found[name] = arrays(folder, 2)
         assert json.loads((folder / "config.json").read_text())["model.embed"] == config["hidden_size"]
         tokenizer = Tokenizer.load(folder / "checkpoints" / "2" / "model")

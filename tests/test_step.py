@@ -179,10 +179,10 @@ def test_evaluation_sums_losses_by_position(plan, usual):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"accumulation": 0}, "at least 1 part"),
-        ({"loss_chunk": 0}, "at least 1 token"),
-        ({"z_loss": -1.0}, "step.z_loss -1.0"),
-        ({"precision": Precision(params="bfloat16")}, "step.precision.params bfloat16: .*what works: float32, float64"),
+        ({"accumulation": 0}, "step.accumulation 0: it must be at least 1"),
+        ({"loss_chunk": 0}, "step.loss_chunk 0: it must be at least 1"),
+        ({"z_loss": -1.0}, "step.z_loss -1.0: it must be at least 0"),
+        ({"precision": Precision(params="bfloat16")}, "step.precision.params bfloat16: .*works: float32, float64"),
         ({"precision": Precision(reduce="bfloat16")}, "step.precision.reduce bfloat16"),
         ({"precision": Precision(compute="float16")}, "step.precision.compute float16: .*bfloat16, float32, float64"),
     ],
@@ -195,7 +195,7 @@ def test_settings_that_cannot_be_are_refused(fields, said):
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"batch": 6, "seq": 32}, r"batch 6: it must be a multiple of .* = 4 .*1, 2, 3, 6"),
+        ({"batch": 6, "seq": 32}, r"data.batch 6: it must be a multiple of .* = 4, .*1, 2, 3, 6 .works: 4, 8"),
         ({"batch": 8, "seq": 34}, r"seq 34 in zigzag order over 2 devices: it must be a multiple of 4 .*32 and 36"),
     ],
 )
@@ -208,7 +208,7 @@ def test_sizes_that_do_not_divide_are_refused_before_compiling(plan, sizes, said
 
 def test_a_schedule_longer_than_the_run_is_refused_before_compiling(plan):
     optimizer = OptimizerConfig(schedule=ScheduleConfig(warmup_steps=9))
-    with pytest.raises(ValueError, match="schedule.warmup_steps 9 in a run of 3 steps"):
+    with pytest.raises(ValueError, match="schedule.warmup_steps 9: it must be at most 3, the steps of the run"):
         step_program(abstract_state(TINY, optimizer, plan), training.FLOAT32, optimizer, plan, steps=3, batch=8, seq=32)
 
 

@@ -137,7 +137,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, tokenizer, mesh) -> N
     leaves, structure = jax.tree.flatten(state.optimizer)
     leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].set(jnp.nan)
     broken = dataclasses.replace(state, optimizer=jax.tree.unflatten(structure, leaves))
-    with pytest.raises(ValueError, match="step 2 is not finite, so it is not saved: the newest whole one is of step 1"):
+    with pytest.raises(ValueError, match="2 is not finite, so it is not saved: the newest complete one is of step 1"):
         saved.save(2, broken, position={}, seed=0, tokenizer=tokenizer)
     saved.close()
     assert finished_steps(tmp_path / "c") == [1]
@@ -165,13 +165,13 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, tokeni
     damage(tmp_path / "c" / "2" / part)
     said: list[str] = []
     _, position = newest(tmp_path / "c", shapes_of(plan), plan, said.append)
-    assert position == {"at": 1} and "checkpoint 2 is passed over" in said[0] and "damaged" in said[0]
+    assert position == {"at": 1} and "checkpoint 2 is skipped" in said[0] and "damaged" in said[0]
     damage(tmp_path / "c" / "1" / part)
     with pytest.raises(ValueError, match="no checkpoint in .* can be read"):
         newest(tmp_path / "c", shapes_of(plan), plan, said.append)
 
 
-def test_a_checkpoint_that_reads_back_otherwise_is_told(tmp_path, tokenizer, mesh, monkeypatch) -> None:
+def test_a_checkpoint_that_reads_back_otherwise_is_reported(tmp_path, tokenizer, mesh, monkeypatch) -> None:
     from treering.train.run import checkpoint
 
     real = checkpoint.read_array
@@ -184,7 +184,7 @@ def test_a_checkpoint_that_reads_back_otherwise_is_told(tmp_path, tokenizer, mes
     assert not (tmp_path / "c" / "1" / checkpoint.READ_BACK).exists()
 
 
-def test_a_disk_that_is_full_is_told_and_earlier_checkpoints_stay(tmp_path, tokenizer, mesh, monkeypatch) -> None:
+def test_a_disk_that_is_full_is_reported_and_earlier_checkpoints_stay(tmp_path, tokenizer, mesh, monkeypatch) -> None:
     from treering.train.run import checkpoint
 
     state = state_of(plan_of(mesh))
@@ -202,17 +202,17 @@ def test_a_disk_that_is_full_is_told_and_earlier_checkpoints_stay(tmp_path, toke
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["1"]
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_anything_is_compiled(tmp_path, monkeypatch) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_before_anything_is_compiled(tmp_path, monkeypatch) -> None:
     from treering.train.run import loop as run
 
     monkeypatch.setattr(run, "step_program", None)
     (tmp_path / "file").write_text("")
     config = dataclasses.replace(tiny_run.tiny_run(tmp_path), folder=str(tmp_path / "file" / "run"))
-    with pytest.raises(ValueError, match="cannot be made: .*file is no folder that can be written to"):
+    with pytest.raises(ValueError, match="cannot be created: .*file is not a folder that can be written to"):
         run.train(config)
     if os.geteuid() != 0:  # Root writes everywhere.
         (tmp_path / "locked").mkdir(mode=0o500)
-        with pytest.raises(ValueError, match="no folder that can be written to"):
+        with pytest.raises(ValueError, match="not a folder that can be written to"):
             run.train(dataclasses.replace(config, folder=str(tmp_path / "locked" / "run")))
 
 
@@ -279,7 +279,7 @@ def test_a_file_system_that_takes_no_more_ends_the_run_with_a_clear_line_and_los
     assert failed.returncode == 2
     # tensorstore prints errors of its own before; the last line is ours.
     last = said.strip().splitlines()[-1]
-    assert "could not be written" in last and "the newest whole one is of step 5" in last, said
+    assert "could not be written" in last and "the newest complete one is of step 5" in last, said
     again = command(recipe, "--stop-at", "10")
     _, said = again.communicate(timeout=300)
     assert again.returncode == 0 and "resumed from" in said, said

@@ -23,7 +23,7 @@ def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_recipe_that_starts_from_weights_asks_for_them(tmp_path: Path, capsys) -> None:
     assert treering.main(["train", "fine_tune", "--steps", "3"]) == 2
-    assert "fine_tune starts from weights that you have: --init-from" in capsys.readouterr().err
+    assert "--init-from: fine_tune needs the weights that it starts from (works: CHECKPOINT," in capsys.readouterr().err
     assert treering.main(["train", "fine_tune", f"--init-from={tmp_path / 'none'}"]) == 2
     assert "none does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
@@ -56,69 +56,96 @@ def refused(capsys, folder: Path, *options: str, **changes: str) -> str:
         (["--data.epochs", "3"], "unknown option --data.epochs"),
         (["--steps", "many"], ": --steps many: it must be a whole number\n"),
         (["--watch.profile", "1"], ": --watch.profile 1: it must be 2 values, each a whole number, or None\n"),
-        (["--steps", "0"], ": --steps is 0: a run has at least 1"),
+        (["--steps", "0"], ": --steps 0: it must be at least 1\n"),
         (["--optimizer.kind", "lion"], "'adamw', 'sgd'"),
         (
             ["--data.window", "24", "--mesh.context", "8"],
-            "no multiple of 16, which is twice --mesh.context 8: the nearest are 16 and 32",
+            ": --data.window 24: it must be a multiple of 16, twice mesh.context (works: 16, 32)\n",
         ),
-        (["--data.window", "128"], ": --data.window 128 is beyond model.context_length 64"),
-        (["--data.batch", "12", "--mesh.data", "8"], "batch 12: it must be a multiple of --mesh.data 8"),
-        (["--step.accumulation", "3"], "batch 8: it must be a multiple of"),
+        (["--data.window", "128"], ": --data.window 128: it must be at most model.context_length 64;"),
+        (
+            ["--data.batch", "12", "--mesh.data", "8"],
+            ": --data.batch 12: it must be a multiple of mesh.data 8 x mesh.fsdp 1 x",
+        ),
+        (["--step.accumulation", "3"], ": --data.batch 8: it must be a multiple of"),
         (["--mesh.tensor", "3"], "--mesh.tensor 3: it must divide the number of devices, 8"),
-        (["--model.heads", "6", "--model.kv-heads", "4"], ": --model.kv-heads 4 does not divide heads 6"),
-        (["--data.tokenizer", "nowhere"], "--data.tokenizer nowhere is no folder"),
-        (["--data.tokenizer", "None"], "--data.tokenizer is not set"),
-        (["--model.vocab", "100"], "--model.vocab 100: a tokenizer of bytes takes at least 258 tokens"),
-        (["--data.sources.0.column", "words"], "has no column 'words': its columns are text"),
-        (["--data.sources.0.path", "missing.jsonl"], "missing.jsonl does not exist"),
-        (["--optimizer.schedule.warmup-steps", "30"], "--optimizer.schedule.warmup-steps 30 in a run of 20 steps"),
+        (["--model.heads", "6", "--model.kv-heads", "4"], ": --model.kv-heads 4: it must divide the 6 query heads,"),
+        (["--data.tokenizer", "nowhere"], ": --data.tokenizer nowhere: it is not a folder (works: a folder with a"),
+        (["--data.tokenizer", "None"], ": --data.tokenizer None: random weights have no tokenizer (works:"),
+        (["--model.vocab", "100"], ": --model.vocab 100: it must be at least 258 for tokenizer bytes"),
+        (
+            ["--data.sources.0.column", "words"],
+            ": --data.sources.0.column words: TRAIN has no such column (works: text)\n",
+        ),
+        (
+            ["--data.sources.0.path", "missing.jsonl"],
+            ": --data.sources.0.path missing.jsonl: it does not exist: give a file",
+        ),
+        (["--optimizer.schedule.warmup-steps", "30"], ": --optimizer.schedule.warmup-steps 30: it must be at most 20"),
         (["--init-from", "nowhere"], "nowhere"),
-        (["--folder", f"{__file__}/run"], f"{__file__}/run cannot be made: {__file__} is no folder that can be"),
-        (["--data.cache", f"{__file__}/a/b"], f"{__file__}/a/b cannot be made: {__file__} is no folder"),
-        (["--init-from", "a", "--resume-from", "b"], ": --init-from and --resume-from are both given"),
-        (["--watch.profile", "0", "3"], "--watch.profile (0, 3): it is a first step, from 1 on, and a later one"),
-        (["--watch.profile", "3", "21"], "--watch.profile (3, 21) ends beyond the run's 20 steps"),
-        (["--data.sources.0.subset", "en"], "train.jsonl: only data sets on the hub have subsets"),
-        (["--data.sources.0.unit", "line"], "train.jsonl: it goes with plain text; elsewhere documents are rows"),
-        (["--watch.wandb", "project"], "--watch.wandb needs the package wandb"),
-        (["--evaluate.buckets", "64", "0"], "they start with 0 and rise"),
+        (["--folder", f"{__file__}/run"], f"{__file__}/run cannot be created: {__file__} is not a folder that"),
+        (["--data.cache", f"{__file__}/a/b"], f"{__file__}/a/b cannot be created: {__file__} is not a folder"),
+        (["--init-from", "a", "--resume-from", "b"], ": --init-from a: it excludes resume_from"),
+        (["--watch.profile", "0", "3"], ": --watch.profile 0 3: it must be a step from 1 on, and a later one"),
+        (["--watch.profile", "3", "21"], ": --watch.profile 3 21: it must end within the run, at step 20"),
+        (["--data.sources.0.subset", "en"], ": --data.sources.0.subset en: only data sets on the hub have subsets"),
+        (
+            ["--data.sources.0.unit", "line"],
+            ": --data.sources.0.unit line: it needs plain text: elsewhere documents are",
+        ),
+        (["--watch.wandb", "project"], ": --watch.wandb project: it needs the package wandb: pip install wandb"),
+        (["--evaluate.buckets", "64", "0"], ": --evaluate.buckets 64 0: they must start with 0 and ascend"),
+        (["--data.sources.0.weight", "0"], ": --data.sources.0.weight 0.0: it must be a finite number above 0"),
+        (
+            ["--data.held-out.0.column", "words"],
+            ": --data.held-out.0.column words: TEST has no such column (works: text)",
+        ),
+        (["--data.held-out.1.path", "none.jsonl"], ": --data.held-out.1.path none.jsonl: it does not exist"),
+        (["--data.sources.1.weight", "2"], ": --data.sources.1.path: give the path of this source\n"),
+        (
+            ["--data.sources.3.path", "a"],
+            ": --data.sources.3: the sources are numbered without a gap (works: --data.so",
+        ),
+        (["--data.held_out.1.pth", "a"], "unknown option --data.held_out.1.pth: did you mean --data.held-out.1.path?"),
+        (["--data.held-out", "a"], ": --data.held-out is not an option: give the path of a source, such as"),
     ],
 )
 def test_wrong_options_are_one_line(tmp_path, capsys, nothing_compiles, options, says) -> None:
     for name in ("train", "test"):
         tiny_run.write_texts(tmp_path / f"{name}.jsonl")
+    for name in ("train", "test"):
+        says = says.replace(name.upper(), str(tmp_path / f"{name}.jsonl"))
     assert says in refused(capsys, tmp_path, *options)
 
 
 @pytest.mark.parametrize(
     ("content", "options", "says"),
     [
-        (b"", [], "has no rows"),
-        (b'{"ids": [5]}\n{"ids": [6]}\n', ["--data.sources.0.column", "ids"], "train.jsonl holds nothing to train on"),
+        (b"", [], "TRAIN: it has no rows in split train"),
+        (b'{"ids": [5]}\n{"ids": [6]}\n', ["--data.sources.0.column", "ids"], "TRAIN: it has nothing to train on"),
         (
             b'{"ids": [5]}\n{"ids": [6]}\n',
             ["--data.sources.0.column", "ids", "--data.streaming"],
-            "train.jsonl holds nothing to train on",
+            "TRAIN: it has nothing to train on",
         ),
-        (b'{"text": ""}\n{"text": null}\n', [], "every row is empty"),
+        (b'{"text": ""}\n{"text": null}\n', [], 'TRAIN: "text": every row is empty'),
         (
             b'{"ids": [1, 300]}\n',
             ["--data.sources.0.column", "ids"],
-            "TRAIN, line 1 has the token id 300, and the model's vocabulary has 300",
+            'TRAIN, line 1: "ids" 300: it must be a token id of the model\'s vocabulary, 0 to 299',
         ),
-        (b'{"text": "good"}\n{"text": "b\xffd"}\n', [], "line 2 is no valid UTF-8 (byte 12 of the line)"),
+        (b'{"text": "good"}\n{"text": "b\xffd"}\n', [], "TRAIN, line 2: it is not valid UTF-8 (byte 12 of the line)"),
         (
             b'{"text": "good"}\n\n{"text": \n{"text": "good"}\n',
             [],
-            "train.jsonl, line 3 is no JSON (Expecting value at",
+            "TRAIN, line 3: it is not JSON (Expecting value at",
         ),
-        (b'{"text": "good"}\n[1, 2]\n', [], "train.jsonl, line 2 holds '[1, 2]', which is no JSON object: repair or"),
-        (b'{"text": "good"}\n{"text": 5}\n', [], "column 'text' of TRAIN, line 2 holds 5: it is neither text nor ids"),
+        (b'{"text": "good"}\n[1, 2]\n', [], "TRAIN, line 2: it must be a JSON object, and is '[1, 2]': repair"),
+        (b'{"text": "good"}\n{"text": 5}\n', [], 'TRAIN, line 2: "text" 5: it must be text, or a list of token'),
         (
             b'{"text": "good", "parts": [[0, 2]]}\n{"text": "bad", "parts": [[0, 4]]}\n',
             ["--data.sources.0.trained", "parts"],
-            "column 'parts' of TRAIN, line 2 holds the range [0, 4] for a text of 3 characters",
+            'TRAIN, line 2: "parts" [0, 4]: it must be a range [first, end] within the text\'s 3 characters',
         ),
     ],
 )
@@ -126,6 +153,24 @@ def test_wrong_data_is_one_line(tmp_path, capsys, nothing_compiles, content, opt
     tiny_run.write_texts(tmp_path / "test.jsonl")
     (tmp_path / "train.jsonl").write_bytes(content)
     assert says.replace("TRAIN", str(tmp_path / "train.jsonl")) in refused(capsys, tmp_path, *options)
+
+
+def test_sources_are_added_on_the_command_line() -> None:
+    from treering.configs.cli import parse
+    from treering.configs.data import Source
+    from treering.configs.recipes import fine_tune
+    from treering.configs.run import RunConfig
+    from treering.train.commands.train import with_further_sources
+
+    recipe = fine_tune("weights", tiny_run.MODEL)
+    assert with_further_sources(recipe, ["--data.sources.0.path", "a", "--steps", "7"]) == recipe
+    options = [
+        *("--data.sources.0.path", "a.jsonl", "--data.sources.1.path=b.jsonl", "--data.sources.1.weight", "2"),
+        *("--data.held-out.1.path", "d.jsonl", "--data.held_out.0.path", "c.jsonl", "--data.held-out.1.unit", "line"),
+    ]
+    config = parse(RunConfig, options, program="train", default=with_further_sources(recipe, options))
+    assert config.data.sources == (Source(path="a.jsonl"), Source(path="b.jsonl", weight=2.0))
+    assert config.data.held_out == (Source(path="c.jsonl"), Source(path="d.jsonl", unit="line"))
 
 
 def test_weights_and_folders_that_do_not_fit_are_one_line(tmp_path, capsys, nothing_compiles) -> None:
@@ -138,24 +183,25 @@ def test_weights_and_folders_that_do_not_fit_are_one_line(tmp_path, capsys, noth
     record = Record(config=TINY, dtype="float32", fingerprint="", source={})
     (other / "model.json").write_text(record.to_json())
     said = refused(capsys, tmp_path, "--init-from", str(other))
-    assert "another architecture than this run's model" in said and "embed 64 instead of 32" in said
+    assert f"--init-from {other}: its architecture is not that of this run's model" in said
+    assert "embed 64 instead of 32" in said
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("")
-    assert "exists and holds no run" in refused(capsys, tmp_path)
+    assert "/run: it exists and is not the folder of a run: choose another" in refused(capsys, tmp_path)
     from treering.configs.run import flat
 
     (tmp_path / "run" / "config.json").write_text(json.dumps(flat(tiny_run.tiny_run(tmp_path))))
     said = refused(capsys, tmp_path, "--optimizer.learning-rate", "0.5", "--mesh.context", "2")
-    assert "holds a run of another config: --optimizer.learning-rate is 0.003 there and 0.5 here. Choose" in said
-    assert "type is OptimizerConfig" not in said
+    assert "/run: it holds a run with other settings: --optimizer.learning-rate was 0.003 and is 0.5. Choose" in said
+    assert "type was" not in said
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("tiny_from_scrach", "unknown recipe 'tiny_from_scrach': the recipes are"),
-        ("nowhere.py:small", "nowhere.py is no file"),
+        ("nowhere.py:small", "nowhere.py is not a file"),
         ("--steps", "the recipe comes first"),
     ],
 )
@@ -165,7 +211,7 @@ def test_recipes_that_are_not_there_are_one_line(capsys, name, says) -> None:
     assert says in err and err.count("\n") == 1
 
 
-def test_a_users_file_is_told_what_is_wrong_with_it(tmp_path, capsys) -> None:
+def test_a_users_file_is_named_with_what_is_wrong(tmp_path, capsys) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def small():\n    return 5\n\ndef broken(:\n")
     assert treering.main(["train", f"{path}:small"]) == 2
@@ -174,7 +220,7 @@ def test_a_users_file_is_told_what_is_wrong_with_it(tmp_path, capsys) -> None:
     assert treering.main(["train", f"{path}:other"]) == 2
     assert "has no recipe 'other': it has small" in capsys.readouterr().err
     assert treering.main(["train", f"{path}:small"]) == 2
-    assert "returns a int: a recipe returns a configs.run.RunConfig" in capsys.readouterr().err
+    assert "returns a value of type int: a recipe returns a treering.configs.run.RunConfig" in capsys.readouterr().err
 
 
 def test_train_alone_lists_the_recipes_with_what_each_says(capsys) -> None:

@@ -37,9 +37,9 @@ def evaluation_program(
     """`program(model, sums, batch) -> sums`, with the batch's tokens added; the sums that went in are consumed.
 
     `edges` ascend from 0: bucket i holds positions from `edges[i]` up to `edges[i + 1]`, the last one all beyond. The
-    batch is placed as for training (`train.data.batch.shard_batch`); `model` may be abstract.
+    batch is on devices as for training (`train.data.batch.shard_batch`); `model` may be abstract.
 
-    Raises ValueError, saying what works, where the batch or the window does not divide over the mesh.
+    Raises ValueError, naming what works, where the batch or the window does not divide over the mesh.
     """
     check_batch(plan, batch=batch, seq=seq)
     function = functools.partial(add_losses, config=config, plan=plan, edges=edges)
@@ -55,7 +55,7 @@ def add_losses(
         hidden = hidden_states(model, batch, config, plan)
         losses = token_losses(hidden, output_weight(model), batch.targets, chunk=config.loss_chunk)
     bucket = jnp.searchsorted(jnp.asarray(edges), batch.positions, side="right") - 1
-    # One sum a bucket over all devices' tokens; a scatter would gather the tokens first.
+    # One sum per bucket over all devices' tokens; a scatter would gather the tokens first.
     here = (bucket[..., None] == jnp.arange(len(edges))[None, None]) & (batch.targets >= 0)[..., None]
     added = LossSums(
         jnp.sum(jnp.where(here, losses[..., None], 0), axis=(0, 1)), jnp.sum(here, axis=(0, 1), dtype=jnp.int32)

@@ -1,8 +1,8 @@
-"""Cross entropy without ever holding the logits of more than a few tokens.
+"""Cross entropy that never holds the logits of more than a few tokens.
 
-The vocabulary is split over tensor, tokens over the other axes, and a device takes its tokens a chunk at a time. The
-gradient is computed in the forward pass, while a chunk's logits exist: three products a chunk, where computing them
-again backward would take four.
+The vocabulary is split over tensor, tokens over the other axes, and a device takes its tokens chunk by chunk. The
+gradient is computed in the forward pass, while a chunk's logits exist: three products per chunk, where recomputing them
+in the backward pass would take four.
 """
 
 import functools
@@ -41,8 +41,8 @@ def cross_entropy(
     """The loss of predicting `targets` from the logits `hidden output^T`, `output` being `[vocab embed]`.
 
     A negative target is not trained on, whatever its number. Logits, their softmax and the sums are float32 or wider;
-    the gradient of `output` is summed in its slot's dtype. `chunk` is the number of tokens a device whose logits exist
-    at a time. The z-loss adds z_loss x log(sum of exponentials)^2 a token (arXiv 2204.02311, section 5).
+    the gradient of `output` is summed in its slot's dtype. `chunk` is the number of tokens per device whose logits
+    exist at a time. The z-loss adds z_loss x log(sum of exponentials)^2 per token (arXiv 2204.02311, section 5).
     """
     how = _How(output.sharding, chunk, z_loss, None if output.slot is None else output.slot.dtype)
     objective, nats = _sums(how, hidden, targets, output.value, output.slot)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from treering.configs.errors import UserError
 from treering.configs.train import OptimizerConfig, ScheduleConfig
 from treering.layers.parallel.sharding import dims_of, is_matrix
 
@@ -14,7 +15,7 @@ from treering.layers.parallel.sharding import dims_of, is_matrix
 def transformation(config: OptimizerConfig) -> optax.GradientTransformation:
     """From gradients to the direction of an update, which `learning_rate` scales: subtract it from the parameters.
 
-    Matrices decay, told by their declared dims, so that stacked norms and biases over heads do not. As in torch, AdamW
+    Matrices decay, recognised by their declared dims: stacked norms and biases over heads do not. As in torch, AdamW
     adds the decay to the direction and SGD adds it to the gradient.
     """
     decay = optax.add_decayed_weights(config.weight_decay, decayed) if config.weight_decay else optax.identity()
@@ -40,16 +41,19 @@ def clip(gradients: Any, norm: Float[Array, ""], limit: float | None) -> Any:
 def check_schedule(config: ScheduleConfig, steps: int) -> None:
     """Raises ValueError where a schedule does not fit into a run of `steps`."""
     decay = config.decay_steps or 0
+    if decay > steps:
+        rule = f"it must be at most {steps}, the steps of the run"
+        raise UserError(rule, field="optimizer.schedule.decay_steps", value=decay)
     if config.warmup_steps + decay > steps:
-        rise = f"optimizer.schedule.warmup_steps {config.warmup_steps}"
-        fall = f" and schedule.decay_steps {decay} together" if decay else ""
-        raise ValueError(f"{rise}{fall} in a run of {steps} steps: at most {steps} work")
+        rest = f" without the {decay} of optimizer.schedule.decay_steps" if decay else ""
+        rule = f"it must be at most {steps - decay}, the steps of the run{rest}"
+        raise UserError(rule, field="optimizer.schedule.warmup_steps", value=config.warmup_steps)
 
 
 def learning_rate(config: OptimizerConfig, step: Int[Array, ""], steps: int) -> Float[Array, ""]:
     """The rate of step `step` (the first is 0) in a run of `steps`.
 
-    The warm-up's step s has (s + 1) / warmup_steps of the peak. Then cosine and linear fall, to `final_share` of it at
+    The warm-up's step s has (s + 1) / warmup_steps of the peak. Then cosine and linear decay, to `final_share` of it at
     the last step; wsd does so over its last `decay_steps`. Beyond the run's end the rate stays.
     """
     schedule = config.schedule

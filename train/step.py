@@ -46,7 +46,7 @@ class TrainState(eqx.Module):
 
 
 class Metrics(eqx.Module):
-    """What a step tells of itself: scalars, the same on every device and process."""
+    """The metrics of a step: scalars, the same on every device and process."""
 
     loss: Float[Array, ""]
     """Mean cross entropy in nats over the trained tokens of the whole batch, without z-loss; 0 if none is trained."""
@@ -59,11 +59,11 @@ class Metrics(eqx.Module):
     skipped: Bool[Array, ""]
     """Whether this step was skipped."""
     skipped_in_row: Int[Array, ""]
-    """Steps skipped in a row up to this one, it included."""
+    """Steps skipped in a row up to and including this one."""
 
 
 def init_state(model: Transformer, optimizer: OptimizerConfig, plan: Plan, *, params: DType = "float32") -> TrainState:
-    """The state before the first step, on the plan's devices, from a model that lies on them and is taken over.
+    """The state before the first step, on the plan's devices, from a model on them, which becomes part of it.
 
     Raises ValueError for blocks that are not stacked.
     """
@@ -108,10 +108,10 @@ def step_program(
     """The compiled step: `program(None, state, batch) -> (state, Metrics)`.
 
     `state` may be abstract. `steps` is the run's length, for the schedule; `batch` the rows of the global batch of all
-    accumulation parts; `seq` the window. The batch that the program takes lies on the plan's devices in zigzag order
-    over context (`train.data.batch.shard_batch`). `program.compiled.memory_analysis()` tells its memory.
+    accumulation parts; `seq` the window. The batch that the program takes is on the plan's devices in zigzag order over
+    context (`train.data.batch.shard_batch`). `program.compiled.memory_analysis()` has its memory.
 
-    Raises ValueError, saying what works, where the batch or the window does not divide over the mesh, or the schedule
+    Raises ValueError, naming what works, where the batch or the window does not divide over the mesh, or the schedule
     does not fit into the run.
     """
     check_batch(plan, batch=batch, seq=seq, accumulation=config.accumulation)

@@ -14,9 +14,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from treering.configs import mesh as mesh_config
 from treering.configs.errors import UserError
-from treering.configs.mesh import AXES, Axis
+from treering.configs.mesh import AXES, Axis, divisors
 
 T = TypeVar("T")
 # An abstract mesh serves where devices are not asked for; a type checker would want that shown at every use of them.
@@ -182,11 +181,6 @@ def is_matrix(dims: Dims) -> bool:
     return len([dim for dim in unstacked(dims) if dim != "head_dim"]) > 1
 
 
-def divisors(size: int) -> str:
-    """The axis sizes that divide `size`, for error messages."""
-    return ", ".join(map(str, mesh_config.divisors(size)))
-
-
 def make_mesh(sizes: dict[Axis, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of the four axes with Auto axis types, over `devices` (default: all of them)."""
     shape = tuple(sizes[axis] for axis in AXES)
@@ -227,7 +221,7 @@ class Plan:
                     f"it must divide {what}",
                     field=f"mesh.{axis}",
                     value=here,
-                    works=mesh_config.divisors(size // count),
+                    works=divisors(size // count),
                 )
         return tuple(taken)
 

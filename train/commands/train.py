@@ -1,13 +1,17 @@
-"""`treering train RECIPE [--dotted.override VALUE]`: runs a recipe, or lists those there are."""
+"""`treering train RECIPE [--dotted.override VALUE]`: runs a recipe, or lists the recipes."""
 
+import dataclasses
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from treering.configs.cli import parse
+from treering.configs.data import Source
+from treering.configs.errors import UserError
 from treering.configs.llama import LLAMA_3_2_1B
 from treering.configs.model import ModelConfig
 from treering.configs.recipes import RECIPES
@@ -25,7 +29,14 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"the recipe comes first: treering train RECIPE {' '.join(arguments)}")
     recipe = find_recipe(name)
     weights = starting_weights(name, overrides) if inspect.signature(recipe).parameters else ()
-    config = parse(RunConfig, overrides, program=f"treering train {name}", default=recipe(*weights))
+    default = with_further_sources(recipe(*weights), overrides)
+    try:
+        config = parse(RunConfig, overrides, program=f"treering train {name}", default=default)
+    except UserError as error:
+        # A model's config does not know that it is the field `model` here.
+        of_model = error.file is None and error.field in {field.name for field in dataclasses.fields(default.model)}
+        raise error.inside("model") if of_model else error from None
+    check_paths(config)
     from treering.train.run.loop import Stopped, train
 
     try:
@@ -37,20 +48,21 @@ def main(arguments: list[str]) -> int:
 
 
 def listing() -> str:
-    """The recipes, with what each says of itself."""
+    """The recipes, with their docstrings."""
     lines = ["usage: treering train RECIPE [--dotted.override VALUE ...]", ""]
     for name, recipe in RECIPES.items():
         lines += [name, *(f"    {line.strip()}" for line in (recipe.__doc__ or "").strip().splitlines()), ""]
     lines += [
         "A recipe of your own: treering train path/to/recipes.py:NAME, a function that returns a RunConfig. One with",
-        "two parameters, as fine_tune, is given the path of --init-from and the configuration of the model there.",
-        "`treering train RECIPE --help` lists every option with the recipe's value.",
+        "two parameters, such as fine_tune, gets the path of --init-from and the configuration of the model there.",
+        "`treering train RECIPE --help` lists every option with the recipe's value. --data.held-out.0.path FILE adds",
+        "held-out data, and --data.sources.1.path FILE a second source.",
     ]
     return "\n".join(lines)
 
 
 def starting_weights(name: str, overrides: list[str]) -> tuple[str, ModelConfig]:
-    """What `--init-from` names, and its model; an example of both where only help is asked for.
+    """What `--init-from` names, and its model; an example of both for `--help`.
 
     Raises ValueError without `--init-from`, and what `open_model` raises.
     """
@@ -63,7 +75,40 @@ def starting_weights(name: str, overrides: list[str]) -> tuple[str, ModelConfig]
         return given[-1], open_model(weights_of(given[-1])).config
     if {"-h", "--help"} & set(overrides):
         return "WEIGHTS", LLAMA_3_2_1B
-    raise ValueError(f"{name} starts from weights that you have: --init-from CHECKPOINT, HF_FOLDER or FILE.gguf")
+    rule = f"{name} needs the weights that it starts from"
+    raise UserError(rule, field="init_from", works=["CHECKPOINT", "HF_FOLDER", "FILE.gguf"])
+
+
+def with_further_sources(config: RunConfig, overrides: list[str]) -> RunConfig:
+    """The config with an empty source for each that only the overrides name: `--data.held-out.0.path`, where the recipe
+    has no held-out data, or `--data.sources.1.path` after one source.
+
+    Raises ValueError for a number that is not the next.
+    """
+    data = config.data
+    for name in ("sources", "held_out"):
+        option = f"--data.{name}".replace("_", "-")
+        flags = [argument.partition("=")[0].replace("_", "-") for argument in overrides]
+        if option in flags:
+            raise ValueError(f"{option} is not an option: give the path of a source, such as {option}.0.path FILE")
+        matches = [match for flag in flags if (match := re.match(rf"{option}\.(\d+)\.", flag))]
+        sources: tuple[Source, ...] = getattr(data, name)
+        for number in sorted({int(match[1]) for match in matches}):
+            if number > len(sources):
+                works = [f"{option}.{len(sources)}.path"]
+                raise UserError("the sources are numbered without a gap", field=f"data.{name}.{number}", works=works)
+            if number == len(sources):
+                sources += (Source(path=""),)
+        data = dataclasses.replace(data, **{name: sources})
+    return dataclasses.replace(config, data=data)
+
+
+def check_paths(config: RunConfig) -> None:
+    """Raises ValueError for a source without a path."""
+    for name in ("sources", "held_out"):
+        for number, source in enumerate(getattr(config.data, name)):
+            if not source.path:
+                raise UserError("give the path of this source", field=f"data.{name}.{number}.path")
 
 
 def find_recipe(name: str) -> Callable[..., RunConfig]:
@@ -76,17 +121,20 @@ def find_recipe(name: str) -> Callable[..., RunConfig]:
     path, colon, _ = name.rpartition(":")
     if not colon:
         if name.endswith(".py"):
-            raise ValueError(f"{name} names a file and no recipe in it: {name}:NAME")
+            raise ValueError(f"{name} is a file: name a recipe in it, {name}:NAME")
         raise ValueError(f"unknown recipe {name!r}: the recipes are {', '.join(RECIPES)}, or path/to/recipes.py:NAME")
     if not Path(path).is_file():
-        raise ValueError(f"{path} is no file: a recipe of your own is path/to/recipes.py:NAME")
+        raise ValueError(f"{path} is not a file: a recipe of your own is path/to/recipes.py:NAME")
     found = find_in_file(name, "recipe", callable)
 
     @functools.wraps(found)
     def checked(*weights: Any) -> RunConfig:
         config = found(*weights)
         if not isinstance(config, RunConfig):
-            raise ValueError(f"{name} returns a {type(config).__name__}: a recipe returns a configs.run.RunConfig")
+            kind = type(config).__name__
+            raise ValueError(
+                f"{name} returns a value of type {kind}: a recipe returns a treering.configs.run.RunConfig"
+            )
         return config
 
     return checked

@@ -9,9 +9,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
+from treering.configs.errors import UserError
+from treering.configs.mesh import divisors
 from treering.layers.attention.order import check_order, to_order
 from treering.layers.operations.context import ORDER
-from treering.layers.parallel.sharding import Plan, array_field, divisors
+from treering.layers.parallel.sharding import Plan, array_field
 
 IGNORED = -1
 """The target of a token that is not trained on: padding, a prompt, the last token of a document."""
@@ -20,7 +22,7 @@ IGNORED = -1
 class Batch(eqx.Module):
     """Rows of packed documents, on the host (NumPy) or on devices.
 
-    Targets are shifted already, so tokens can stand in any order. The documents of a row follow one another.
+    Targets are shifted already, so tokens can be in any order. The documents of a row follow one another.
     """
 
     tokens: Int[Any, "batch seq"] = array_field("batch seq")
@@ -33,13 +35,17 @@ class Batch(eqx.Module):
 
 
 def check_batch(plan: Plan, *, batch: int, seq: int, accumulation: int = 1) -> None:
-    """Raises ValueError, saying what works, where a batch of `batch` windows of `seq` does not divide over the mesh."""
+    """Raises ValueError, naming what works, where a batch of `batch` windows of `seq` does not divide over the mesh."""
     groups = plan.size("data", "fsdp")
-    if batch % (groups * accumulation):
-        raise ValueError(
-            f"batch {batch}: it must be a multiple of mesh.data {plan.size('data')} x mesh.fsdp {plan.size('fsdp')} x "
-            f"step.accumulation {accumulation} = {groups * accumulation} (of the same batch, {divisors(batch)} would "
-            "divide it)"
+    parts = groups * accumulation
+    if batch % parts:
+        products = ", ".join(map(str, divisors(batch)))
+        raise UserError(
+            f"it must be a multiple of mesh.data {plan.size('data')} x mesh.fsdp {plan.size('fsdp')} x "
+            f"step.accumulation {accumulation} = {parts}, a product that may also be {products}",
+            field="data.batch",
+            value=batch,
+            works=[size for size in (batch // parts * parts, (batch // parts + 1) * parts) if size],
         )
     check_order(ORDER, plan.size("context"), seq)
 
@@ -68,13 +74,13 @@ def shard_batch(batch: Batch, plan: Plan, *, rows: int | None = None, first_row:
 
 
 def abstract_batch(plan: Plan, *, batch: int, seq: int) -> Batch:
-    """Shapes and shardings of a placed batch."""
+    """Shapes and shardings of a batch on devices."""
     shapes = eqx.filter_eval_shape(lambda: Batch(*(jnp.zeros((batch, seq), jnp.int32) for _ in range(4))))
     return plan.abstract(shapes, "activations")
 
 
 def split(batch: Batch, parts: int, plan: Plan) -> Batch:
-    """A placed batch as `[parts batch/parts seq]`, without moving a row: each device cuts up its own."""
+    """A batch on devices as `[parts batch/parts seq]`, without moving a row: each device splits its own."""
     groups = plan.size("data", "fsdp")
 
     def cut(x: Int[jax.Array, "batch seq"]) -> jax.Array:

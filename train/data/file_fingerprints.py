@@ -1,6 +1,6 @@
-"""Whether the files that a run reads are still those that it began with: its place in the data means nothing in others.
+"""Whether the files that a run reads are still those that it began with: its position is valid in no others.
 
-Sizes and a digest of samples are kept in the run's folder. Times are not looked at, so copies of the files will do.
+Sizes and a digest of samples are kept in the run's folder. Times are ignored, so copies of the files will do.
 """
 
 import hashlib
@@ -12,15 +12,15 @@ from treering.configs.data import Source
 from treering.train.data.sources import glob_files
 
 SAMPLED = 64 << 20
-"""Bytes that are read of each source: all of its files, where they hold no more."""
+"""Bytes that are read of each source: all of its files, where they have no more."""
 _PIECES = 16
 
 FileFingerprints = dict[str, dict[str, Any]]
-"""By the paths of sources, what tells their files from others."""
+"""By the paths of sources, what distinguishes their files from others."""
 
 
 def fingerprint_files(sources: tuple[Source, ...]) -> FileFingerprints:
-    """Of those sources that are files here; not of data sets of the hub."""
+    """The fingerprints of those sources that are local files; data sets of the hub have none."""
     found = {}
     for path in {source.path for source in sources}:
         matched = glob_files(path)

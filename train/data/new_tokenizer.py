@@ -1,8 +1,10 @@
-"""Tokenizers made on the spot, for models that are trained from scratch: Hugging Face folders, without any network."""
+"""New tokenizers, for models that are trained from scratch: Hugging Face folders, made without network access."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
+
+from treering.configs.errors import UserError
 
 BEGIN, END = "<|begin|>", "<|end|>"
 BYTE_VOCAB = 258
@@ -12,13 +14,13 @@ BYTE_VOCAB = 258
 def write_tokenizer(folder: Path, kind: Literal["bytes", "bpe"], texts: Iterable[str], vocab: int) -> None:
     """Writes a tokenizer with at most `vocab` tokens into a new `folder`; it puts a begin token before each text.
 
-    `bytes` has one token a byte. `bpe` learns byte pairs from `texts` (arXiv 1508.07909), equal ones from equal texts.
-    Both give back every text exactly.
+    `bytes` has one token per byte. `bpe` learns byte pairs from `texts` (arXiv 1508.07909), the same from the same
+    texts. Both decode every text exactly.
 
     Raises ValueError for a vocabulary too small to hold all bytes.
     """
     if vocab < BYTE_VOCAB:
-        raise ValueError(f"model.vocab {vocab}: a tokenizer of {kind} takes at least {BYTE_VOCAB} tokens")
+        raise UserError(f"it must be at least {BYTE_VOCAB} for tokenizer {kind}", field="model.vocab", value=vocab)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

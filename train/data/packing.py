@@ -3,8 +3,8 @@
 The rules. A document longer than a window is cut into consecutive pieces of one window each, and a last one with what
 remains. A piece counts its positions from 0 and attends to nothing before it. Pieces are packed best fit: longest
 first, each into the row that it fills best. Each token's target is the token that follows it in its *document*, whether
-or not a cut lies between, so a document of n tokens has n - 1 targets however it is cut and packed. A piece without any
-target (a document of one token, a last piece of one, tokens that are not trained) is dropped.
+or not a cut is between them, so a document of n tokens has n - 1 targets however it is cut and packed. A piece without
+any target (a document of one token, a last piece of one, tokens that are not trained) is dropped.
 """
 
 import bisect
@@ -15,6 +15,11 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from treering.train.data.batch import IGNORED
+
+
+def count(number: int, noun: str) -> str:
+    """Such as "1 row" and "2,000 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Report:
     documents: int = 0
     tokens_in: int = 0
     tokens_out: int = 0
-    """Tokens that stand in a row. With a stride shorter than the window, tokens stand in several."""
+    """Tokens that are in a row. With a stride shorter than the window, tokens are in several."""
     dropped: int = 0
     """Tokens of pieces without a target."""
     rows: int = 0
@@ -57,8 +62,8 @@ class Report:
     def __str__(self) -> str:
         share = self.padding / max(1, self.padding + self.tokens_out)
         return (
-            f"{self.documents:,} documents, {self.tokens_in:,} tokens in, {self.tokens_out:,} out, "
-            f"{self.dropped:,} dropped; {self.rows:,} rows with {share:.2%} padding"
+            f"{count(self.documents, 'document')}, {count(self.tokens_in, 'token')} in, {self.tokens_out:,} out, "
+            f"{self.dropped:,} dropped; {count(self.rows, 'row')} with {share:.2%} padding"
         )
 
     def to_dict(self) -> dict[str, int]:
@@ -69,9 +74,9 @@ class Report:
 def cut(document: int, length: int, window: int, *, stride: int | None = None) -> list[Piece]:
     """The pieces of a document, none longer than `window`.
 
-    With a `stride` below the window, pieces of a long document start so many tokens apart and overlap. That is for
-    evaluation: every token with a window of text before it is met once in each part of a window that is a stride long,
-    so that losses by position are losses on the same text.
+    With a `stride` below the window, pieces of a long document start that many tokens apart and overlap. That is for
+    evaluation: every token with a window of text before it is scored once in each part of a window that is a stride
+    long, so that losses by position are losses on the same text.
     """
     apart = window if stride is None or length <= window else min(stride, window)
     return [Piece(document, start, min(start + window, length)) for start in range(0, length, apart)]

@@ -1,11 +1,11 @@
-"""A small data set in every Python: the text of the language's own documentation, `pydoc_data.topics`.
+"""A small data set in every Python: the text of Python's own documentation, `pydoc_data.topics`.
 
 About 380 kB of English prose and code. Some topics repeat paragraphs of larger ones; each paragraph is kept once, in
 the largest topic that has it, so that nothing held out is also trained on. Topics are cut at paragraphs into blocks of
 about 8 kB; each tenth block is a document of the split `test`, the runs between them are those of `train`. The split
 `test-in-place` has the topics that hold such blocks, whole, and in the column `held_out` the characters of those blocks
-that have a block's length of the topic before them: what is scored there, after all that stands before it. The text,
-and so every number measured on it, differs a little between versions of Python.
+that have at least a block of the topic before them: they are scored in place, after all the text before them. The
+text, and so every number measured on it, differs a little between versions of Python.
 """
 
 from typing import Any, Literal, get_args
@@ -15,11 +15,11 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 BLOCK_BYTES = 8192
 SHORTEST = 200
-"""Bytes that are left of a topic below which it is no document."""
+"""Bytes that a topic must have left to be a document."""
 
 
 def topics() -> list[list[str]]:
-    """The topics, largest first, each as its paragraphs, without those that stood in one before."""
+    """The topics, largest first, each as its paragraphs, without those that were in one before."""
     from pydoc_data.topics import topics as texts
 
     seen: set[str] = set()

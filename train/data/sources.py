@@ -1,7 +1,8 @@
-"""Data sets opened with `datasets`: local files, saved folders, the hub. What is wrong with one is told in one line."""
+"""Data sets opened with `datasets`: local files, saved folders, the hub. An error is one line that says where it is."""
 
 import bz2
 import contextlib
+import dataclasses
 import glob
 import gzip
 import json
@@ -10,11 +11,12 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from treering.configs.data import Source
+from treering.configs.errors import UserError
 from treering.train.data.python_docs import SPLITS, python_docs
 
 PYTHON_DOCS = "python-docs"
@@ -22,6 +24,8 @@ _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "t
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _COMPRESSED = (*_OPENERS, ".zst")
 _UNITS = {"file": "document", "paragraph": "paragraph", "line": "line"}
+_FIELDS = {field.name for field in dataclasses.fields(Source)}
+_REPAIR = "repair or remove it"
 
 
 def open_source(source: Source, *, streaming: bool, cache: Path) -> Any:
@@ -32,17 +36,46 @@ def open_source(source: Source, *, streaming: bool, cache: Path) -> Any:
     Raises ValueError for a path that is not there or cannot be read, a split or column that is missing, and a data set
     without rows.
     """
-    opened = reading_source(source, lambda: _open(source, streaming, cache))
-    first = reading_source(source, lambda: next(iter(opened)))
-    columns = [source.column] if source.trained is None else [source.column, source.trained]
-    for column in columns:
+    with quiet_datasets():
+        opened = reading_source(source, lambda: _open(source, streaming, cache))
+        first = reading_source(source, lambda: next(iter(opened)))
+    columns = {"column": source.column} | ({} if source.trained is None else {"trained": source.trained})
+    for field, column in columns.items():
         if column not in first:
-            raise ValueError(f"{source.path} has no column {column!r}: its columns are {', '.join(first)}")
-    return opened.select_columns(columns)
+            raise UserError(f"{source.path} has no such column", field=field, value=column, works=first)
+    return opened.select_columns(list(columns.values()))
+
+
+@contextlib.contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Within it `datasets` shows no progress bars and logs nothing: what it would log it also raises."""
+    import datasets
+
+    logger, had_bars = logging.getLogger("datasets"), not datasets.are_progress_bars_disabled()
+    level = logger.level
+    datasets.disable_progress_bars()
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if had_bars:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def as_field(name: str) -> Iterator[None]:
+    """Errors about a field of a `Source` are raised as about that field of `name`, such as data.sources.0."""
+    try:
+        yield
+    except UserError as error:
+        if error.file is None and error.field in _FIELDS:
+            raise error.inside(name) from error.__cause__
+        raise
 
 
 def reading_source(source: Source, read: Callable[[], Any]) -> Any:
-    """The result of `read()`; whatever it raises becomes a ValueError in one line that names the source."""
+    """The result of `read()`; whatever it raises becomes a ValueError in one line that names the file or the source."""
     try:
         return read()
     except Exception as error:  # Whatever `datasets` and the readers of formats raise.
@@ -51,29 +84,27 @@ def reading_source(source: Source, read: Callable[[], Any]) -> Any:
             cause = cause.__cause__
         # What `datasets` raises where files hold not one row to learn the columns from.
         if isinstance(cause, StopIteration) or type(cause).__name__ == "SchemaInferenceError":
-            raise ValueError(f"{source.path} has no rows in {source.split}: there is nothing to train on") from None
-        if isinstance(cause, UnicodeError):
-            raise ValueError(f"{_undecodable(source)}: repair or remove it") from None
-        if (broken := _broken_line(source)) is not None:
-            raise ValueError(f"{broken}: repair or remove it") from None
-        if isinstance(error, ValueError) and source.path in str(error):
+            raise UserError(f"it has no rows in split {source.split}", file=source.path) from None
+        if isinstance(error, UserError):
             raise
-        raise ValueError(f"{source.path} cannot be read: {' '.join(str(cause).split())[:300]}") from error
+        if isinstance(cause, UnicodeError):
+            raise _undecodable(source) from None
+        if (broken := _broken_line(source)) is not None:
+            raise broken from None
+        raise UserError(f"it cannot be read: {' '.join(str(cause).split())[:300]}", file=source.path) from error
 
 
 def _open(source: Source, streaming: bool, cache: Path) -> Any:
     import datasets
 
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # What it would log it also raises.
     kind, folder = _format(source.path), os.path.isdir(os.path.expanduser(source.path))
     if source.subset is not None and (kind is not None or folder or source.path == PYTHON_DOCS):
-        raise ValueError(f"subset {source.subset} of {source.path}: only data sets on the hub have subsets")
+        raise UserError("only data sets on the hub have subsets", field="subset", value=source.subset)
     if source.unit != "file" and (kind != "text" or folder):
-        raise ValueError(f"unit {source.unit} of {source.path}: it goes with plain text; elsewhere documents are rows")
+        raise UserError("it needs plain text: elsewhere documents are rows", field="unit", value=source.unit)
     if source.path == PYTHON_DOCS:
         if source.split not in SPLITS:
-            raise ValueError(f"{source.path} has no split {source.split!r}: its splits are {', '.join(SPLITS)}")
+            raise _no_split(source, SPLITS)
         return _stream(datasets.Dataset.from_dict(python_docs(source.split)), streaming)
     if folder:
         return _stream(_saved(source), streaming)
@@ -85,6 +116,10 @@ def _open(source: Source, streaming: bool, cache: Path) -> Any:
     return datasets.load_dataset(kind, data_files={"train": files(source)}, **where, **options)
 
 
+def _no_split(source: Source, splits: Sequence[Any]) -> UserError:
+    return UserError(f"{source.path} has no such split", field="split", value=source.split, works=splits)
+
+
 def files(source: Source) -> list[str]:
     """The files that the source's path names, sorted.
 
@@ -92,7 +127,9 @@ def files(source: Source) -> list[str]:
     """
     found = glob_files(source.path)
     if not found:
-        raise ValueError(f"{source.path} does not exist: name a file, or a pattern that matches some")
+        raise UserError(
+            "it does not exist: give a file, or a pattern that matches files", field="path", value=source.path
+        )
     return found
 
 
@@ -108,11 +145,13 @@ def _format(path: str) -> str | None:
 
 
 def _check_hub_name(source: Source) -> None:
-    """Raises ValueError for a path that can be no name on the hub."""
+    """Raises ValueError for a path that cannot be a name on the hub."""
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source.path) or Path(source.path).exists():
-        raise ValueError(
-            f"{source.path} is no data that can be read: give a file ({', '.join(_FORMATS)}, also as "
-            f"{', '.join(_COMPRESSED)}), a folder that `datasets` saved, or the name of a data set on the hub"
+        raise UserError(
+            f"it is not data that can be read: give a file ({', '.join(_FORMATS)}, also as {', '.join(_COMPRESSED)}), "
+            "a folder that `datasets` saved, or the name of a data set on the hub",
+            field="path",
+            value=source.path,
         )
 
 
@@ -122,9 +161,11 @@ def _saved(source: Source) -> Any:
 
     folder = os.path.expanduser(source.path)
     if not any(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json")):
-        raise ValueError(
-            f"{source.path} is a folder that `datasets` did not save: name its files by a pattern, such as "
-            f"{os.path.join(source.path, '*.jsonl')}"
+        raise UserError(
+            "it is not a folder that `datasets` saved: give its files as a pattern",
+            field="path",
+            value=source.path,
+            works=[os.path.join(source.path, "*.jsonl")],
         )
     found = datasets.load_from_disk(folder)
     splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
@@ -133,9 +174,7 @@ def _saved(source: Source) -> Any:
             {name: len(rows) for name, rows in splits.items()}
         )
     except (ValueError, AssertionError):
-        raise ValueError(
-            f"{source.path} has no split {source.split!r}: its splits are {', '.join(map(str, splits))}"
-        ) from None
+        raise _no_split(source, list(splits)) from None
     rows = splits[part.splitname]
     start, stop = part.from_ or 0, len(rows) if part.to is None else part.to
     return rows if (start, stop) == (0, len(rows)) else rows.select(range(start, stop))
@@ -145,46 +184,49 @@ def _stream(rows: Any, streaming: bool) -> Any:
     return rows.to_iterable_dataset() if streaming else rows
 
 
-def _undecodable(source: Source) -> str:
-    """Where the text of a source is no UTF-8, as exactly as can be told."""
+def _undecodable(source: Source) -> UserError:
+    """Where the text of a source is not UTF-8, as exactly as can be found out."""
     if _format(source.path) in ("json", "text"):
         for file in files(source):
             for number, line in enumerate(_lines(file), 1):
                 try:
                     line.decode()
                 except UnicodeDecodeError as error:
-                    return f"{file}, line {number} is no valid UTF-8 (byte {error.start + 1} of the line)"
-    return f"{source.path} has a row that is no valid UTF-8"
+                    rule = f"it is not valid UTF-8 (byte {error.start + 1} of the line): {_REPAIR}"
+                    return UserError(rule, file=file, line=number)
+    return UserError(f"a row is not valid UTF-8: {_REPAIR}", file=source.path)
 
 
-def _broken_line(source: Source) -> str | None:
-    """Which line of a source of JSON lines is no JSON object; None where all are, and for other sources."""
+def _broken_line(source: Source) -> UserError | None:
+    """Which line of a source of JSON lines is not a JSON object; None where all are, and for other sources."""
     for file, number, line in _json_lines(source):
         try:
             if not isinstance(json.loads(line), dict):
-                return f"{file}, line {number} holds {line.strip().decode()!r:.60}, which is no JSON object"
+                rule = f"it must be a JSON object, and is {line.strip().decode()!r:.60}: {_REPAIR}"
+                return UserError(rule, file=file, line=number)
         except json.JSONDecodeError as error:
-            return f"{file}, line {number} is no JSON ({error.msg} at character {error.pos + 1})"
+            rule = f"it is not JSON ({error.msg} at character {error.pos + 1}): {_REPAIR}"
+            return UserError(rule, file=file, line=number)
         except UnicodeDecodeError:
             continue
     return None
 
 
-def place_of(source: Source, column: str | None, value: Any) -> str:
-    """The file and line of the first row of JSON lines that has this value in a column; the source for others."""
+def location_of(source: Source, column: str | None, value: Any) -> dict[str, Any]:
+    """The `file` and `line` of the first row of JSON lines that has this value in a column; the source for others."""
     for file, number, line in _json_lines(source):
         with contextlib.suppress(ValueError):
             row = json.loads(line)
             if isinstance(row, dict) and column in row and row[column] == value:
-                return f"{file}, line {number}"
-    return source.path
+                return {"file": file, "line": number}
+    return {"file": source.path}
 
 
 def _json_lines(source: Source) -> Iterator[tuple[str, int, bytes]]:
     """File, number and text of each line that is not empty. A .json file may be one value over many lines: then its
-    first line is no JSON, and it has none."""
+    first line is not JSON, and it has none."""
     for file in glob_files(source.path) if _format(source.path) == "json" else ():
-        with contextlib.suppress(OSError, EOFError, lzma.LZMAError, zlib.error):  # damaged: told as it was met
+        with contextlib.suppress(OSError, EOFError, lzma.LZMAError, zlib.error):  # damaged: raised where it was read
             for number, line in enumerate(_lines(file), 1):
                 if number == 1 and ".jsonl" not in Path(file).suffixes and not _is_json(line):
                     break

@@ -1,7 +1,7 @@
 """Tokenised documents on disk: written once, read by memory map, found again by a fingerprint.
 
 A store is a folder `CACHE/tokens/FINGERPRINT/{tokens.bin, trained.bin, offsets.npy, info.json}`; `trained.bin` is
-empty where all tokens are trained on. It is written beside its place and renamed when it is whole.
+empty where all tokens are trained on. It is written under another name and renamed when it is complete.
 """
 
 import hashlib
@@ -18,13 +18,14 @@ from filelock import FileLock
 from jaxtyping import Int
 
 from treering.configs.data import Source
+from treering.configs.errors import UserError
 from treering.configs.run import RunConfig
 from treering.models.tokenizer import Tokenizer
-from treering.train.data.packing import Document
-from treering.train.data.sources import open_source, place_of, reading_source
+from treering.train.data.packing import Document, count
+from treering.train.data.sources import location_of, open_source, reading_source
 
 _VERSION = 2
-"""Part of the fingerprint: rises when the same data would give other tokens."""
+"""Part of the fingerprint: increased when the same data would give other tokens."""
 _ROWS = 512
 """Rows of data that are tokenised at a time."""
 
@@ -78,10 +79,11 @@ def encode_rows(
 
     `ranges` has, for each text, the characters that are trained on.
 
-    Raises ValueError for what is neither text nor ids, and for ids that the model's vocabulary does not have.
+    Raises ValueError for what is neither text nor token ids, and for ids outside the model's vocabulary.
     """
     if end and tokenizer.end_id is None and any(isinstance(row, str) for row in rows):
-        raise ValueError("the tokenizer has no end token: give one that has, or set data.end to False")
+        rule = "the tokenizer has no end token: use --data.no-end, or another tokenizer"
+        raise UserError(rule, field="data.end", value=end)
     ending = [tokenizer.end_id] if end and tokenizer.end_id is not None else []
     texts = [row for row in rows if isinstance(row, str) and row] if ranges is None else []
     encoded = iter(tokenizer.encode_texts(texts) if texts else [])
@@ -102,32 +104,27 @@ def encode_rows(
         elif isinstance(row, list) and all(isinstance(token, int) for token in row) and ranges is None:
             ids = row
         else:
-            wanted = "neither text nor ids" if ranges is None else "no text, which source.trained needs"
-            raise ValueError(
-                f"column {source.column!r} of {place_of(source, source.column, row)} holds {row!r:.60}: it is {wanted}"
-            )
+            rule = "it must be text, or a list of token ids" if ranges is None else "it must be text, to have ranges"
+            location = location_of(source, source.column, row)
+            raise UserError(rule, field=source.column, value=f"{row!r:.60}", **location)
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
-            raise _beyond(place_of(source, source.column, row), min(ids) if min(ids) < 0 else max(ids), vocab)
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            location = location_of(source, source.column, row)
+            raise UserError(_outside(vocab), field=source.column, value=wrong, **location)
         documents.append(Document(np.asarray(ids, np.int32), trained))
     return documents
 
 
-def _beyond(place: str, token: int, vocab: int) -> ValueError:
-    return ValueError(
-        f"{place} has the token id {token}, and the model's vocabulary has {vocab} tokens, 0 to {vocab - 1}: use "
-        "the tokenizer that belongs to the model"
-    )
+def _outside(vocab: int) -> str:
+    return f"it must be a token id of the model's vocabulary, 0 to {vocab - 1}: use the model's tokenizer"
 
 
 def _checked(ranges: Any, text: str, source: Source) -> list[list[int]]:
-    """The ranges of one text; ValueError where they are no ranges of it."""
+    """The ranges of one text; ValueError where they are not ranges of it."""
     for pair in ranges or []:
         if len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= len(text):
-            place = place_of(source, source.trained, ranges)
-            raise ValueError(
-                f"column {source.trained!r} of {place} holds the range {pair} for a text of {len(text)} characters: a "
-                "range is [first, end]"
-            )
+            rule = f"it must be a range [first, end] within the text's {count(len(text), 'character')}"
+            raise UserError(rule, field=source.trained, value=pair, **location_of(source, source.trained, ranges))
     return ranges or []
 
 
@@ -153,7 +150,7 @@ def tokenise(
 def _documents(
     rows: Any, source: Source, tokenizer: Tokenizer, vocab: int, end: bool
 ) -> Iterator[tuple[list[Document], int]]:
-    """Documents by some at a time, each with the bytes of the text in them that is trained on."""
+    """Some documents at a time, with the bytes of the text in them that is trained on."""
     batches = rows.iter(batch_size=_ROWS)
 
     def read() -> tuple[list[Any], list[Any] | None, int] | None:
@@ -200,9 +197,9 @@ def _read(folder: Path, source: Source, vocab: int) -> TokenStore:
     info = json.loads((folder / "info.json").read_text())
     offsets = np.load(folder / "offsets.npy")
     if offsets[-1] == 0:
-        raise ValueError(f"{source.path} has no text in column {source.column!r}: every row is empty")
+        raise UserError("every row is empty", field=source.column, file=source.path)
     if info["largest"] >= vocab:
-        raise _beyond(source.path, info["largest"], vocab)
+        raise UserError(_outside(vocab), field=source.column, value=info["largest"], file=source.path)
     tokens = np.memmap(folder / "tokens.bin", info["dtype"], "r")
     trained = None if source.trained is None else np.memmap(folder / "trained.bin", bool, "r")
     return TokenStore(tokens, trained, offsets, info["text_bytes"], info["empty"], source.path)

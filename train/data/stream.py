@@ -1,9 +1,9 @@
 """Sources to rows to batches: the one stream of rows that a run reads, on any mesh, from any point.
 
 Row n of the stream does not depend on devices or processes. A step takes the next `batch` rows; which of them a process
-makes follows from where its devices stand on (data, fsdp), so processes that share a row make it alike. Streamed
-documents are read and tokenised by every process: that costs tokenising once a process, and buys that runs resume
-exactly, also on another mesh.
+makes follows from where its devices are on (data, fsdp), so processes that share a row make the same one. Streamed
+documents are read and tokenised by every process: that costs tokenising once per process, and runs resume exactly, also
+on another mesh.
 
 A position in the stream is a small dict for JSON. Rows are packed block by block; a position names the block by where
 it begins, and the row in it, so to resume is to pack one block again.
@@ -21,7 +21,7 @@ from treering.layers.parallel.sharding import Plan
 from treering.models.tokenizer import Tokenizer
 from treering.train.data.batch import Batch
 from treering.train.data.packing import Document, Piece, Report, Row, empty_row, fill_row, pack_documents
-from treering.train.data.sources import reading_source
+from treering.train.data.sources import quiet_datasets, reading_source
 from treering.train.data.store import TokenStore, encode_rows
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Blocks(Protocol):
 
 
 class StoredBlocks:
-    """Documents of a store, in an order drawn anew for each epoch."""
+    """Documents of a store, in another random order in each epoch."""
 
     def __init__(self, store: TokenStore, tokens: int, seed: tuple[int, ...]):
         self.store, self.tokens, self.seed = store, tokens, seed
@@ -73,14 +73,14 @@ class StoredBlocks:
 
 
 class StreamedBlocks:
-    """Documents as a stream gives them, tokenised in passing; `state_dict` of `datasets` says where a block begins."""
+    """Documents in the order of a stream, tokenised as they are read; a block begins at a `state_dict`."""
 
     def __init__(self, rows: Any, source: Source, tokenizer: Tokenizer, *, tokens: int, vocab: int, end: bool):
         self.rows, self.source, self.tokenizer = rows, source, tokenizer
         self.tokens, self.vocab, self.end = tokens, vocab, end
         self._fresh = copy.deepcopy(rows.state_dict())
         self._open: tuple[Position, Iterator[Any]] | None = None
-        """An iterator that stands where a position says."""
+        """An iterator at a position."""
         self._last: tuple[Position, Any] | None = None
         """The block read last: the first is looked at before it is trained on."""
 
@@ -91,7 +91,8 @@ class StreamedBlocks:
     def read(self, at: Position) -> tuple[list[int], Callable[[int], Document], Position]:
         """See `Blocks`. A row is encoded by itself, so that the block ends where the stream's state says."""
         if self._last is None or self._last[0] != at:
-            self._last = (at, self._next(at))
+            with quiet_datasets():
+                self._last = (at, self._next(at))
         return self._last[1]
 
     def _next(self, at: Position) -> tuple[list[int], Callable[[int], Document], Position]:
@@ -142,7 +143,7 @@ class PackedRows:
         self._rows: list[list[Piece]] | None = None
 
     def peek(self, at: Position) -> tuple[Report, Position]:
-        """What becomes of the block that begins at `at`, and where the next begins; no row is passed over."""
+        """What becomes of the block that begins at `at`, and where the next begins; the next row stays the same."""
         lengths, document, following = self.blocks.read(at)
         return self._pack(lengths, document)[1], following
 
@@ -156,9 +157,9 @@ class PackedRows:
         self._rows = [rows[i] for i in order]
 
     def next(self) -> Callable[[], Row]:
-        """The next row, made when it is called for.
+        """The next row, made when the result is called.
 
-        Raises ValueError where a whole epoch holds nothing to train on.
+        Raises ValueError where an epoch has nothing to train on.
         """
         epochs = self._at["epoch"]
         while self._rows is None or self._row >= len(self._rows):
@@ -173,7 +174,7 @@ class PackedRows:
 
 
 class Mixture:
-    """Rows of several sources, so that at each point each has had its share as nearly as whole rows allow."""
+    """Rows of several sources: at each point each has had its share, as nearly as whole rows allow."""
 
     def __init__(self, parts: Sequence[PackedRows], weights: Sequence[float]):
         self.parts = parts
@@ -200,7 +201,7 @@ class Mixture:
 
 
 def process_rows(plan: Plan, batch: int, window: int) -> range:
-    """The rows of a global batch that this process's devices hold a part of: they lie together."""
+    """The rows of a global batch that this process's devices hold a part of: they are consecutive."""
     shape = (batch, window)
     slices = plan.sharding("batch seq", shape).addressable_devices_indices_map(shape).values()
     bounds = [index[0].indices(batch)[:2] for index in slices if index is not None]
@@ -230,7 +231,7 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """Every document of `stores` once, in order; the last batch is filled up with empty rows.
 
-    `stride` is that of `cut`; `limit` ends after so many rows.
+    `stride` is that of `cut`; `limit` is the largest number of rows.
     """
     rows: list[Callable[[], Row]] = []
     for store in stores:

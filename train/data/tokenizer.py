@@ -1,4 +1,4 @@
-"""The tokenizer of a run: that of its weights, one in a folder, or a new one, made once."""
+"""The tokenizer of a run: that of its weights, one in a folder, or a new one, created once."""
 
 import functools
 import hashlib
@@ -12,16 +12,20 @@ from typing import Any
 
 from filelock import FileLock
 
+from treering.configs.errors import UserError
 from treering.configs.run import RunConfig
 from treering.models.conversion.load import open_model
+from treering.models.files import copy_folder
 from treering.models.tokenizer import TOKENIZER
 from treering.train.data.new_tokenizer import BYTE_VOCAB, write_tokenizer
-from treering.train.data.sources import open_source, reading_source
+from treering.train.data.sources import as_field, open_source, reading_source
 from treering.train.data.store import cache_folder, hash_folder
+
+_TOKENIZERS = ("a folder with a tokenizer", "bytes", "bpe")
 
 
 def find_tokenizer(config: RunConfig, weights: Path | None) -> Path:
-    """The folder of the run's tokenizer, made in the cache where it is a new one. A run that has begun keeps its own.
+    """The folder of the run's tokenizer, created in the cache where it is new. A run that has begun keeps its own.
 
     `weights` are those that the run starts from, None for random ones.
 
@@ -34,11 +38,11 @@ def find_tokenizer(config: RunConfig, weights: Path | None) -> Path:
         return _new_tokenizer(config)
     if wanted is None:
         if weights is None:
-            raise ValueError("data.tokenizer is not set, and random weights bring none: give a folder, bytes or bpe")
+            raise UserError("random weights have no tokenizer", field="data.tokenizer", value=None, works=_TOKENIZERS)
         return _tokenizer_of(weights, cache_folder(config))
     folder = Path(os.path.expanduser(wanted))
     if not folder.is_dir():
-        raise ValueError(f"data.tokenizer {wanted} is no folder: give one, or bytes or bpe for a new tokenizer")
+        raise UserError("it is not a folder", field="data.tokenizer", value=wanted, works=_TOKENIZERS)
     return folder / TOKENIZER if (folder / TOKENIZER).is_dir() else folder
 
 
@@ -47,11 +51,11 @@ def _tokenizer_of(weights: Path, cache: Path) -> Path:
     with TemporaryDirectory() as scratch:
         open_model(weights).save_tokenizer(Path(scratch))
         folder = cache / "tokenizers" / hash_folder(Path(scratch))
-        return _made_once(folder, functools.partial(shutil.copytree, scratch))
+        return _made_once(folder, functools.partial(copy_folder, Path(scratch)))
 
 
 def _made_once(folder: Path, make: Callable[[Path], Any]) -> Path:
-    """`folder`, which `make` writes where it is not there yet: whole or not at all, by one process."""
+    """`folder`, which `make` writes where it does not exist: completely or not at all, by one process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not folder.is_dir():
@@ -67,8 +71,11 @@ def _new_tokenizer(config: RunConfig) -> Path:
     texts, known = [], [kind, BYTE_VOCAB]
     if kind == "bpe":
         if data.streaming:
-            raise ValueError("data.tokenizer bpe with data.streaming: byte pairs are learned from stored data")
-        texts = [(source, open_source(source, streaming=False, cache=cache)) for source in data.sources]
+            rule = "byte pairs are learned from stored data, not with data.streaming"
+            raise UserError(rule, field="data.tokenizer", value=kind)
+        for number, source in enumerate(data.sources):
+            with as_field(f"data.sources.{number}"):
+                texts.append((source, open_source(source, streaming=False, cache=cache)))
         known = [kind, config.model.vocab, *(rows._fingerprint for _, rows in texts)]
     folder = cache / "tokenizers" / hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
 

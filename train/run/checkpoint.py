@@ -1,7 +1,8 @@
 """A run's checkpoints: `STEP/model/`, a checkpoint of format 1, and `STEP/train/`, all else that resuming needs.
 
-orbax writes a step under another name while training goes on and renames it when it is whole, so a step that is there
-is whole. Each is then read back and compared with what was in memory; the newest that passed is never deleted.
+orbax writes a step under another name while training continues and renames it when it is complete, so a step that
+exists is complete. Each is then read back and compared with what was in memory; the newest that passed is never
+deleted.
 """
 
 import json
@@ -24,30 +25,31 @@ from treering.models.checkpoint.arrays import array_handler, read_array, read_ar
 from treering.models.checkpoint.hashing import all_finite, fingerprint, hash_array, hash_arrays
 from treering.models.checkpoint.model import load_model, main_dtype, named_leaves
 from treering.models.checkpoint.record import RECORD, WEIGHTS, Record, read_record
+from treering.models.files import copy_folder
 from treering.models.tokenizer import TOKENIZER
 from treering.train.step import TrainState
 
 TRAIN_RECORD = "train.json"
 STATE = "state"
 READ_BACK = "read_back"
-"""A file in a step's folder that was read back and found whole."""
+"""A file that marks a step's folder as read back without a difference."""
 
 
 class FolderHandler(ocp.AsyncCheckpointHandler):
-    """Writes a `FolderSave`: small files at once, arrays while the program goes on."""
+    """Writes a `FolderSave`: small files at once, arrays in the background."""
 
     def __init__(self):
         self._arrays = array_handler()
 
     async def async_save(self, directory: epath.Path, args: "FolderSave") -> Any:
-        """See orbax. Every process makes the folder that it writes into, for none waits for the first."""
+        """See orbax. Every process creates the folder that it writes into, since none waits for the first."""
         folder = epath.Path(directory) / args.place
         folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
             for name, text in args.files.items():
                 (epath.Path(directory) / name).write_text(text)
             for name, source in args.folders.items():
-                shutil.copytree(source, Path(directory) / name)
+                copy_folder(Path(source), Path(directory) / name)
         return await self._arrays.async_save(folder, args=save_arguments(args.arrays))
 
     def save(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +68,7 @@ class FolderHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(FolderHandler, for_save=True, for_restore=True)
 @dataclass
 class FolderSave(ocp.args.CheckpointArgs):
-    """Arrays for the folder `place`, and texts and folders beside it."""
+    """Arrays for the folder `place`, and texts and folders next to it."""
 
     arrays: Mapping[str, Any]
     place: str
@@ -103,7 +105,7 @@ class Checkpoints:
                 create=True,
                 cleanup_tmp_directories=True,
                 preservation_policy=_Keep(config, folder),
-                # The handler makes folders in the step's, which must be there by then.
+                # The handler creates folders in the step's, which must exist by then.
                 async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             ),
         )
@@ -117,7 +119,7 @@ class Checkpoints:
         if step in finished_steps(self.folder):
             return
         if not all_finite((state.model, state.optimizer)):
-            raise ValueError(f"the state of step {step} is not finite, so it is not saved: {self._whole()}")
+            raise ValueError(f"the state of step {step} is not finite, so it is not saved: {self._newest()}")
         self.wait()
         model, rest = named_leaves(state.model), named_leaves(eqx.tree_at(lambda s: s.model, state, None))
         hashes = hash_arrays(model)
@@ -147,7 +149,7 @@ class Checkpoints:
         """Raises OSError where a save has failed, or a checkpoint that was read back is not what was saved."""
         self._attempt(None, self._manager.check_for_errors)
         if self._fault is not None:
-            raise OSError(5, f"{self._fault}; {self._whole()}", str(self.folder))
+            raise OSError(5, f"{self._fault}; {self._newest()}", str(self.folder))
 
     def wait(self) -> None:
         """Returns when all that was saved is on disk and read back; raises what `check` does."""
@@ -170,19 +172,19 @@ class Checkpoints:
             what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
             number = error.errno if isinstance(error, OSError) and error.errno else 5
             raise OSError(
-                number, f"{what} could not be written ({message}); {self._whole()}", str(self.folder)
+                number, f"{what} could not be written ({message}); {self._newest()}", str(self.folder)
             ) from error
 
-    def _whole(self) -> str:
+    def _newest(self) -> str:
         steps = finished_steps(self.folder)
-        return f"the newest whole one is of step {steps[-1]}" if steps else "there is none before it"
+        return f"the newest complete one is of step {steps[-1]}" if steps else "there is none before it"
 
     def _read_back(self, step: int, hashes: Mapping[str, str]) -> None:
-        """Reads a checkpoint once it is there, array by array, and marks it."""
+        """Reads a checkpoint once it is complete, array by array, and marks it."""
         while self._manager.is_saving_in_progress():
             time.sleep(0.05)
         if step not in finished_steps(self.folder):
-            return  # The save failed; the main thread tells of it.
+            return  # The save failed; the main thread reports it.
         folder = self.folder / str(step)
         rest = json.loads((folder / "train" / TRAIN_RECORD).read_text())["hashes"]
         try:
@@ -192,12 +194,12 @@ class Checkpoints:
                     if hash_array(read_array(place, name, shapes[name].dtype)) != expected_hash:
                         raise ValueError(f"{name} differs from what was saved")
             (folder / READ_BACK).touch()
-        except Exception as error:  # Told by the main thread.
+        except Exception as error:  # Reported by the main thread.
             self._fault = f"the checkpoint of step {step} could not be read back ({' '.join(str(error).split())[:300]})"
 
 
 def finished_steps(folder: Path) -> list[int]:
-    """The steps whose checkpoints are whole, in order."""
+    """The steps whose checkpoints are complete, in order."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if path.name.isdigit() and ocp.utils.is_checkpoint_finalized(path)]
@@ -211,8 +213,8 @@ def finished_steps(folder: Path) -> list[int]:
 def restore(folder: Path, step: int, shapes: TrainState, plan: Plan) -> tuple[TrainState, dict[str, Any]]:
     """The state of a step on the devices of `plan`, whatever mesh saved it, and what train.json says.
 
-    `shapes` is the abstract state. Raises ValueError where what is there is not what was saved, or is of another model
-    or optimizer.
+    `shapes` is the abstract state. Raises ValueError where the files are not what was saved, or are of another model or
+    optimizer.
     """
     place = folder / str(step)
     progress = json.loads((place / "train" / TRAIN_RECORD).read_text())

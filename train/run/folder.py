@@ -1,7 +1,6 @@
-"""The folder of a run: which files stand in it, and where its newest checkpoint and its weights are."""
+"""The folder of a run: which files are in it, and where its newest checkpoint and its weights are."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,21 +8,23 @@ from typing import Any
 from treering.configs.run import RunConfig, flat
 from treering.layers.parallel.sharding import Plan
 from treering.models.checkpoint.record import CHECKPOINTS, RECORD
+from treering.models.files import copy_folder
 from treering.models.tokenizer import TOKENIZER
 from treering.train.data.file_fingerprints import FileFingerprints, fingerprint_files
+from treering.train.data.packing import count
 from treering.train.run.checkpoint import finished_steps, restore
 from treering.train.step import TrainState
 
 CONFIG = "config.json"
 DATA = "data.json"
-"""What the files of its sources are known by."""
+"""Fingerprints of the files of its sources."""
 
 
 def newest_step(run: str) -> int:
     """The newest step that a run's folder has a checkpoint of; ValueError where there is none."""
     steps = finished_steps(Path(run) / CHECKPOINTS)
     if not steps:
-        raise ValueError(f"{run} holds no checkpoint of a run: it lacks {CHECKPOINTS}/STEP")
+        raise ValueError(f"{run} holds no checkpoint of a run: it has no {CHECKPOINTS}/STEP")
     return steps[-1]
 
 
@@ -35,20 +36,31 @@ def weights_of(path: str) -> Path:
     return folder / "model" if (folder / "model" / RECORD).is_file() else folder
 
 
+def unfinished(path: str) -> str | None:
+    """A warning where `path` is the folder of a run that has not reached its last step."""
+    run = Path(path)
+    if not (run / CHECKPOINTS).is_dir() or not (run / CONFIG).is_file():
+        return None
+    step, steps = newest_step(path), json.loads((run / CONFIG).read_text()).get("steps")
+    if not isinstance(steps, int) or step >= steps:
+        return None
+    return f"the run in {run} is not finished: its newest checkpoint is of step {step:,} of {steps:,}"
+
+
 def make_folder(folder: Path, config: RunConfig, tokenizer: Path, files: FileFingerprints) -> None:
-    """Writes what a run's folder, which exists, holds from the start: config, marks of the data, tokenizer."""
+    """Writes into an existing folder what a run has from its start: config, fingerprints of the data, tokenizer."""
     (folder / CONFIG).write_text(json.dumps(flat(config), indent=2) + "\n")
     (folder / DATA).write_text(json.dumps(files, indent=2) + "\n")
     if not (folder / TOKENIZER).is_dir():
         partial = folder / (TOKENIZER + ".partial")
-        shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+        copy_folder(tokenizer, partial)
         partial.rename(folder / TOKENIZER)
 
 
 def newest(
     folder: Path, shapes: TrainState, plan: Plan, say: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The newest checkpoint in `folder` that can be read back whole, and its place in the data.
+    """The newest checkpoint in `folder` that can be read completely, and its position in the data.
 
     Raises ValueError where none can: a run never starts over by itself.
     """
@@ -58,7 +70,7 @@ def newest(
             state, progress = restore(folder, step, shapes, plan)
         except (ValueError, OSError) as error:
             faults.append(" ".join(str(error).split()))
-            say(f"checkpoint {step} is passed over: {faults[-1]}")
+            say(f"checkpoint {step} is skipped: {faults[-1]}")
             continue
         say(f"resumed from {folder / str(step)}")
         return state, progress["position"]
@@ -66,9 +78,9 @@ def newest(
 
 
 def check_data_files(config: RunConfig) -> FileFingerprints:
-    """What the files of the run's sources are known by, for its folder.
+    """Fingerprints of the files of the run's sources, for its folder.
 
-    Raises ValueError where they are not those that the run, or the one that it goes on from, has read so far.
+    Raises ValueError where they are not the files that the run, or the one that it resumes from, has read so far.
     """
     here = fingerprint_files(config.data.sources)
     for run in filter(None, (config.folder, config.resume_from)):
@@ -82,9 +94,12 @@ def check_same_files(run: Path, here: FileFingerprints) -> None:
     there = json.loads((run / DATA).read_text()) if (run / DATA).is_file() else {}
     for path in here.keys() & there.keys():
         if here[path] != there[path]:
-            then, now = (f"{marks['bytes']:,} bytes in {marks['files']}" for marks in (there[path], here[path]))
+            then, now = (
+                f"{count(found['bytes'], 'byte')} in {count(found['files'], 'file')}"
+                for found in (there[path], here[path])
+            )
             raise ValueError(
-                f"{path} has changed since the run in {run} began: {then} file(s) then, {now} now"
-                f"{', with other content' if then == now else ''}. Put it back, or begin another run with the weights "
-                f"of this one: --init-from {run}, and another --folder"
+                f"{path} has changed since the run in {run} began: it had {then}, and has {now}"
+                f"{' with other content' if then == now else ''}. Restore it, or start another run from the weights of "
+                f"this one: --init-from {run}, and another --folder"
             )

@@ -16,10 +16,10 @@ from treering.train.evaluate import empty_sums, evaluation_program
 
 
 class HeldOut:
-    """Held-out documents, and the compiled program that takes a model's loss on them."""
+    """Held-out documents, and the compiled program that computes a model's loss on them."""
 
     def __init__(self, config: RunConfig, model: Transformer, plan: Plan, stores: list[TokenStore]):
-        """`model` may be abstract. A batch has the rows of one part of a step."""
+        """`model` may be abstract. A batch has the rows of one accumulation part of a step."""
         self._config, self._plan, self._stores = config, plan, stores
         self._rows, self._window = config.data.batch // config.step.accumulation, config.data.window
         self._edges = tuple(edge for edge in config.evaluate.buckets if edge < self._window)
@@ -36,10 +36,10 @@ class HeldOut:
         return (shard_batch(batch, self._plan, rows=self._rows, first_row=self._mine.start) for batch in found)
 
     def evaluate(self, model: Transformer) -> dict[str, Any]:
-        """Mean loss in nats a token, also by position in the document, and bits a byte where the data is text.
+        """Mean loss in nats per token, also by position in the document, and bits per byte where the data is text.
 
-        Bits a byte are exact where each token counts once (no stride, no limit of rows); else the mean loss is taken
-        to hold for all tokens.
+        Bits per byte are exact where each token counts once (no stride, no limit of rows); otherwise the mean loss is
+        taken for that of all tokens.
         """
         sums = empty_sums(self._plan, len(self._edges))
         for batch in ahead(self._batches()):
@@ -59,6 +59,6 @@ class HeldOut:
 
 def in_words(record: dict[str, Any]) -> str:
     """An evaluation on one line."""
-    bits = f", {record['bits_per_byte']:.4f} bits a byte" if "bits_per_byte" in record else ""
+    bits = f", {record['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in record else ""
     places = "  ".join(f"{edge}+ {loss:.3f}" for edge, loss, count in record["by_position"] if count)
     return f"held out: loss {record['held_out']:.4f}{bits}; by position {places}"

@@ -4,6 +4,7 @@ import contextlib
 import math
 import sys
 import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,22 @@ from treering.models.checkpoint.record import CHECKPOINTS
 from treering.models.conversion.load import open_model
 from treering.models.families import families
 from treering.models.tokenizer import TOKENIZER
-from treering.train.data.batch import shard_batch
-from treering.train.data.open import open_data
-from treering.train.data.stream import ahead, batches, process_rows
+from treering.train.data.batch import Batch, shard_batch
+from treering.train.data.file_fingerprints import FileFingerprints
+from treering.train.data.open import Data, open_data
+from treering.train.data.packing import count
+from treering.train.data.stream import Position, ahead, batches, process_rows
 from treering.train.data.tokenizer import find_tokenizer
-from treering.train.run.check import check_run
+from treering.train.run.check import check_run, memory_in_words, warm_up_in_words
 from treering.train.run.checkpoint import Checkpoints, finished_steps
-from treering.train.run.folder import check_data_files, make_folder, newest, weights_of
+from treering.train.run.folder import check_data_files, make_folder, newest, unfinished, weights_of
 from treering.train.run.held_out import HeldOut, in_words
 from treering.train.run.watch import Profile, Recorder, StopSignal, TooManySkips, Watchdog
-from treering.train.step import abstract_state, init_state, step_program
+from treering.train.step import TrainState, abstract_state, init_state, step_program
 
 
 class Stopped(Exception):
-    """A run that ended before its time; what it had is saved. `status` is the exit status of the command."""
+    """A run that ended early; its state is saved. `status` is the exit status of the command."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -51,172 +54,232 @@ class Outcome:
     """Of the last evaluation."""
 
 
-def train(config: RunConfig) -> Outcome:
-    """Runs `config`, or goes on with what its folder holds.
+@dataclass(frozen=True)
+class Setup:
+    """What a run needs for its steps, besides a state; made without writing into its folder."""
 
-    Raises ValueError for a run that cannot be, before anything is compiled or written; OSError where a checkpoint
-    cannot be written; `Stopped` on SIGTERM and Ctrl-C, and after too many steps without a finite loss.
+    config: RunConfig
+    plan: Plan
+    tokenizer: Path
+    files: FileFingerprints
+    data: Data
+    shapes: TrainState
+    """The abstract state."""
+    program: Program
+    held_out: HeldOut | None
+
+    @property
+    def last(self) -> int:
+        """The step after which this process stops."""
+        return min(self.config.steps, self.config.stop_at or self.config.steps)
+
+
+@dataclass
+class Progress:
+    """Where a run is; what a step changes."""
+
+    step: int
+    state: TrainState
+    position: Position
+    """Of the next row in the data."""
+    held_out: dict[str, Any] | None = None
+    """The last evaluation."""
+
+
+def train(config: RunConfig) -> Outcome:
+    """Runs `config`, or resumes what its folder holds.
+
+    Raises ValueError for a config that cannot be run, before anything is compiled or written; OSError where a
+    checkpoint cannot be written; `Stopped` on SIGTERM and Ctrl-C, and after too many steps without a finite loss.
     """
-    # Devices, and all that can be wrong.
+    plan = start_devices(config)
+    check_run(config, plan)
+    setup = prepare(config, plan)
+    now = first_progress(setup)
+    setup.data.mixture.seek(now.position)
+    if now.step >= setup.last:
+        say(f"nothing to do: the run is at step {now.step} of {setup.last}")
+        return Outcome(now.step, None, None)
+    with locked_folder(setup):  # From here on, files are written.
+        return loop(setup, now)
+
+
+def say(text: str) -> None:
+    """Prints a line on standard error, on the first process."""
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def start_devices(config: RunConfig) -> Plan:
+    """The devices of this process and of those that it runs with, as the config's mesh."""
     if config.cpu_devices is not None:
         simulate_cpu_devices(config.cpu_devices)
     if config.distributed.enabled:
         jax.distributed.initialize(
             config.distributed.coordinator, config.distributed.processes, config.distributed.process
         )
-    first_process = jax.process_index() == 0
-    plan = plan_for(config.mesh, "train", fill="fsdp")
-    check_run(config, plan)
+    return plan_for(config.mesh, "train", fill="fsdp")
 
-    # Data: tokenised, packed, and the rows that this process makes of each batch.
+
+def prepare(config: RunConfig, plan: Plan) -> Setup:
+    """Opens the data and compiles the programs, from shapes alone."""
     origin = config.init_from or config.resume_from
     tokenizer = find_tokenizer(config, None if origin is None else weights_of(origin))
     files = check_data_files(config)
     data = open_data(config, tokenizer)
-    mine = process_rows(plan, config.data.batch, config.data.window)
-
-    def say(text: str) -> None:
-        if first_process:
-            print(text, file=sys.stderr, flush=True)
-
-    say(f"mesh {describe(plan)}; {config.data.batch} rows of {config.data.window:,} tokens a step")
+    batch, window = config.data.batch, config.data.window
+    say(f"mesh {describe(plan)}; {count(batch, 'row')} of {count(window, 'token')} per step")
     for line in data.report:
         say(line)
 
-    # Programs, compiled from shapes alone.
     shapes = abstract_state(config.model, config.optimizer, plan, params=config.step.precision.params)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.model))
     say(f"model {config.model.family}, {parameters:,} parameters, computed in {config.step.precision.compute}")
     started = time.perf_counter()
-    program = step_program(
-        shapes,
-        config.step,
-        config.optimizer,
-        plan,
-        steps=config.steps,
-        batch=config.data.batch,
-        seq=config.data.window,
-    )
+    program = step_program(shapes, config.step, config.optimizer, plan, steps=config.steps, batch=batch, seq=window)
     say(f"step compiled in {time.perf_counter() - started:.1f} s; {memory_in_words(program, plan)}")
+    if (warning := warm_up_in_words(config)) is not None:
+        say(warning)
     held_out = HeldOut(config, shapes.model, plan, data.held_out) if data.held_out else None
+    return Setup(config, plan, tokenizer, files, data, shapes, program, held_out)
 
-    # Where the state comes from: the first of these that there is.
-    # 1. this run's own newest checkpoint,
-    # 2. the newest checkpoint of the run `resume_from`,
-    # 3. the weights of `init_from`, at step 0,
-    # 4. random weights from `seed`.
-    folder = Path(config.folder)
-    if finished_steps(folder / CHECKPOINTS):
-        state, position = newest(folder / CHECKPOINTS, shapes, plan, say)
-    elif config.resume_from is not None:
-        state, position = newest(Path(config.resume_from) / CHECKPOINTS, shapes, plan, say)
+
+def first_progress(setup: Setup) -> Progress:
+    """Where the run starts: the first of these that exists.
+
+    1. This run's own newest checkpoint,
+    2. the newest checkpoint of the run `resume_from`,
+    3. the weights of `init_from`, at step 0,
+    4. random weights from `seed`.
+    """
+    config, plan, shapes = setup.config, setup.plan, setup.shapes
+    resumed = Path(config.folder) / CHECKPOINTS
+    if not finished_steps(resumed):
+        resumed = None if config.resume_from is None else Path(config.resume_from) / CHECKPOINTS
+    if resumed is not None:
+        state, position = newest(resumed, shapes, plan, say)
+        return Progress(int(jax.device_get(state.step)), state, position)
+    if config.init_from is not None:
+        weights = open_model(weights_of(config.init_from)).load(plan, config.step.precision.params)
+        # The arrays of those weights in the model of this run, whose context may be longer.
+        model = jax.tree.unflatten(jax.tree.structure(shapes.model), jax.tree.leaves(weights))
+        say(f"started from the weights of {weights_of(config.init_from)}")
+        if (warning := unfinished(config.init_from)) is not None:
+            say(warning)
     else:
-        if config.init_from is not None:
-            weights = open_model(weights_of(config.init_from)).load(plan, config.step.precision.params)
-            # The arrays of those weights in the model of this run, whose context may be longer.
-            model = jax.tree.unflatten(jax.tree.structure(shapes.model), jax.tree.leaves(weights))
-            say(f"started from the weights of {weights_of(config.init_from)}")
-        else:
-            init = families()[config.model.family].init
-            model = plan.init(lambda: init(config.model, jax.random.key(config.seed)), "parameters")
-            say(f"started from random weights, seed {config.seed}")
-        state = init_state(model, config.optimizer, plan, params=config.step.precision.params)
-        position = data.mixture.position
-    data.mixture.seek(position)
-    step = first_step = int(jax.device_get(state.step))
-    last = min(config.steps, config.stop_at or config.steps)
-    if step >= last:
-        say(f"nothing to do: the run is at step {step} of {last}")
-        return Outcome(step, None, None)
+        init = families()[config.model.family].init
+        model = plan.init(lambda: init(config.model, jax.random.key(config.seed)), "parameters")
+        say(f"started from random weights, seed {config.seed}")
+    state = init_state(model, config.optimizer, plan, params=config.step.precision.params)
+    return Progress(0, state, setup.data.mixture.position)
 
-    # The folder: from here on, files are written.
-    at_the_end = contextlib.ExitStack()
-    if first_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        message = f"another process trains in {folder}: wait for it, or choose another --folder"
-        at_the_end.enter_context(exclusive_lock(folder, message))
-        make_folder(folder, config, tokenizer, files)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("the run's folder")
-    checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint)
 
-    def save() -> None:
-        checkpoints.save(step, state, position=position, seed=config.seed, tokenizer=folder / TOKENIZER)
+@contextlib.contextmanager
+def locked_folder(setup: Setup) -> Iterator[None]:
+    """The run's folder, created by the first process, and locked against other runs."""
+    folder = Path(setup.config.folder)
+    with contextlib.ExitStack() as held:
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            message = f"another process trains in {folder}: wait for it, or choose another --folder"
+            held.enter_context(exclusive_lock(folder, message))
+            make_folder(folder, setup.config, setup.tokenizer, setup.files)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("the run's folder")
+        yield
+
+
+def loop(setup: Setup, now: Progress) -> Outcome:
+    """Takes steps up to the last, or until a signal comes; raises what `train` does."""
+    config, devices, first = setup.config, setup.plan.mesh.devices, now.step + 1
+    folder = Path(config.folder)
+    with (
+        contextlib.closing(Checkpoints(folder / CHECKPOINTS, config.checkpoint)) as checkpoints,
+        contextlib.closing(Recorder(config, folder, now.step, devices.flat[0].device_kind, devices.size)) as recorder,
+        StopSignal() as asked,
+    ):
+        try:
+            stopped = take_steps(setup, now, checkpoints, recorder, asked)
+            checkpoints.wait()
+        except TooManySkips as skips:
+            raise saved_after_skips(setup, now, checkpoints, skips.step) from None
+    if stopped and now.step < setup.last:
+        message = f"stopped by {asked.which.name} after step {now.step}, and saved: the same command resumes it"
+        raise Stopped(message, status=128 + asked.which)
+    say(f"done: steps {first} to {now.step}; the model is {folder / CHECKPOINTS / str(now.step) / 'model'}")
+    return Outcome(now.step, recorder.newest, now.held_out)
+
+
+def take_steps(setup: Setup, now: Progress, checkpoints: Checkpoints, recorder: Recorder, asked: StopSignal) -> bool:
+    """Steps up to the last, or until a signal comes, and whether one came. Raises `TooManySkips`.
+
+    Between host and devices nothing is copied except where it is asked for: batches, metrics, checkpoints.
+    """
+    config = setup.config
+    with (
+        contextlib.closing(Watchdog(config.watch.stalled, config.watch.stalled_seconds)) as watchdog,
+        contextlib.closing(Profile(Path(config.folder), config.watch.profile)) as profile,
+        contextlib.closing(batches_on_devices(setup)) as stream,
+        jax.transfer_guard("disallow"),
+    ):
+        for batch, after in stream:
+            profile.before(now.step + 1)
+            watchdog.started(now.step + 1)
+            now.state, metrics = setup.program(None, now.state, batch)
+            now.step, now.position = now.step + 1, after
+            recorder.add(now.step, metrics, min(part["block"]["epoch"] for part in after["parts"]))
+            profile.after(now.step, metrics)
+
+            stopped = asked(now.step)
+            ends = stopped or now.step == setup.last
+            evaluates = now.step % config.evaluate.every == 0 or now.step == config.steps
+            saves = ends or now.step % config.checkpoint.every == 0
+            if evaluates or saves:
+                recorder.flush()
+            watchdog.ended()
+            with jax.transfer_guard("allow"):
+                if evaluates:
+                    evaluate(setup, now, recorder)
+                if saves:
+                    save(setup, now, checkpoints)
+                    recorder.restart_clock()
+                checkpoints.check()
+            if ends:
+                return stopped
+    raise AssertionError("the data has no end")
+
+
+def batches_on_devices(setup: Setup) -> Generator[tuple[Batch, Position], None, None]:
+    """The batches from the current position on, each made and sent ahead, and the position after it."""
+    config, plan = setup.config, setup.plan
+    mine = process_rows(plan, config.data.batch, config.data.window)
+    return ahead(
+        (shard_batch(batch, plan, rows=config.data.batch, first_row=mine.start), after)
+        for batch, after in batches(setup.data.mixture, config.data.batch, mine)
+    )
+
+
+def evaluate(setup: Setup, now: Progress, recorder: Recorder) -> None:
+    """Takes and records the held-out loss, where there is held-out data."""
+    if setup.held_out is not None:
+        now.held_out = {"step": now.step, **setup.held_out.evaluate(now.state.model)}
+        recorder.note(now.held_out, f"step {now.step} {in_words(now.held_out)}")
         recorder.restart_clock()
 
-    # The loop. Nothing crosses between host and devices in it but what is said to: batches, numbers, checkpoints.
-    recorder = Recorder(config, folder, step, plan.mesh.devices.flat[0].device_kind, plan.mesh.size)
-    watchdog = Watchdog(config.watch.stalled, config.watch.stalled_seconds)
-    profile = Profile(folder, config.watch.profile)
-    stream = ahead(
-        (shard_batch(batch, plan, rows=config.data.batch, first_row=mine.start), after)
-        for batch, after in batches(data.mixture, config.data.batch, mine)
-    )
-    evaluated, asked_to_stop = None, False
-    with at_the_end:
-        for part in (checkpoints, recorder, watchdog, profile, stream):
-            at_the_end.callback(part.close)
-        asked = at_the_end.enter_context(StopSignal())
-        at_the_end.enter_context(jax.transfer_guard("disallow"))
-        try:
-            for batch, after in stream:
-                profile.before(step + 1)
-                watchdog.started(step + 1)
-                state, metrics = program(None, state, batch)
-                step, position = step + 1, after
-                recorder.add(step, metrics, min(part["block"]["epoch"] for part in after["parts"]))
-                profile.after(step, metrics)
 
-                asked_to_stop = asked(step)
-                ends = asked_to_stop or step == last
-                evaluates = step % config.evaluate.every == 0 or step == config.steps
-                saves = ends or step % config.checkpoint.every == 0
-                if evaluates or saves:
-                    recorder.flush()
-                watchdog.ended()
-                with jax.transfer_guard("allow"):
-                    if held_out is not None and evaluates:
-                        evaluated = {"step": step, **held_out.evaluate(state.model)}
-                        recorder.note(evaluated, f"step {step} {in_words(evaluated)}")
-                        recorder.restart_clock()
-                    if saves:
-                        save()
-                    checkpoints.check()
-                    if ends:
-                        break
-            with jax.transfer_guard("allow"):
-                checkpoints.wait()
-        except TooManySkips as skips:
-            message = (
-                f"step {skips.step} was the last of {config.watch.skips} in a row without a finite loss and gradient"
-            )
-            with jax.transfer_guard("allow"):
-                try:
-                    save()
-                    checkpoints.wait()
-                except ValueError as error:  # The state itself is not finite.
-                    raise Stopped(f"{message}; {error}", status=1) from None
-            advice = "lower the learning rate, or look at the data"
-            raise Stopped(f"{message}; the run is saved at step {step}: {advice}", status=1) from None
-    if asked_to_stop and step < last:
-        message = f"stopped by {asked.which.name} after step {step}, and saved: the same command goes on"
-        raise Stopped(message, status=128 + asked.which)
-    say(f"done: steps {first_step + 1} to {step}; the model is {folder / CHECKPOINTS / str(step) / 'model'}")
-    return Outcome(step, recorder.newest, evaluated)
+def save(setup: Setup, now: Progress, checkpoints: Checkpoints) -> None:
+    """Starts to write a checkpoint of the step; raises what `Checkpoints.save` does."""
+    tokenizer = Path(setup.config.folder) / TOKENIZER
+    checkpoints.save(now.step, now.state, position=now.position, seed=setup.config.seed, tokenizer=tokenizer)
 
 
-def memory_in_words(program: Program, plan: Plan) -> str:
-    """What the step needs on a device; ValueError where the device has less."""
-    analysis = program.compiled.memory_analysis()
-    if analysis is None:
-        return "its memory is not known"
-    kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    needed = kept + analysis.temp_size_in_bytes
-    message = f"{needed / 2**20:,.0f} MiB a device, {analysis.temp_size_in_bytes / 2**20:,.0f} of them temporary"
-    limit = (plan.mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
-    if limit is not None and needed > limit:
-        raise ValueError(
-            f"the step needs {message}, and a device has {limit / 2**20:,.0f} MiB: use more devices (mesh.context for "
-            "long windows, mesh.fsdp for parameters), more step.accumulation, step.remat full, or a shorter window"
-        )
-    return message
+def saved_after_skips(setup: Setup, now: Progress, checkpoints: Checkpoints, step: int) -> Stopped:
+    """The end of a run whose steps up to `step` were skipped; its state is saved if it is finite."""
+    message = f"step {step} was the last of {setup.config.watch.skips} in a row without a finite loss and gradient"
+    try:
+        save(setup, now, checkpoints)
+        checkpoints.wait()
+    except ValueError as error:  # The state itself is not finite.
+        return Stopped(f"{message}; {error}", status=1)
+    advice = "lower the learning rate, or look at the data"
+    return Stopped(f"{message}; the run is saved at step {now.step}: {advice}", status=1)

@@ -1,4 +1,4 @@
-"""The numbers of a run: what each step tells of itself, and metrics.jsonl, where it is written."""
+"""The metrics of a run: those of each step, and metrics.jsonl, where they are written."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from treering.configs.errors import UserError
 from treering.configs.model import ModelConfig
 from treering.configs.run import RunConfig, WatchConfig
 
@@ -23,7 +24,7 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-"""Dense bfloat16 operations a second of one chip, as vendors state them, by a part of JAX's name for it."""
+"""Dense bfloat16 operations per second of one chip, as vendors state them, by a part of JAX's name for it."""
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -32,9 +33,9 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def flops_per_token(config: ModelConfig, window: int) -> float:
-    """Operations that a token of a full window costs, forward and backward, nothing computed twice.
+    """Operations per token of a full window, forward and backward, without recomputation.
 
-    Six for each weight that multiplies (arXiv 2001.08361, section 2.1), and for attention twelve for each number of a
+    Six for each weight of a matrix product (arXiv 2001.08361, section 2.1), and for attention twelve for each dim of a
     head and each of the window / 2 tokens that a token attends to on average.
     """
     attention = config.embed * config.head_dim * 2 * (config.heads + config.kv_heads)
@@ -43,10 +44,10 @@ def flops_per_token(config: ModelConfig, window: int) -> float:
 
 
 class MetricsLog:
-    """metrics.jsonl: one object a line, flushed at once."""
+    """metrics.jsonl: one object per line, flushed at once."""
 
     def __init__(self, folder: Path, watch: WatchConfig, *, step: int):
-        """`step` is where the run begins or goes on: what a killed run wrote of later steps is dropped."""
+        """`step` is where the run starts or resumes: what a killed run wrote of later steps is dropped."""
         _drop_beyond(step, folder / FILE)
         self._file = open(folder / FILE, "a")
         self._others: list[Any] = []
@@ -70,7 +71,7 @@ class MetricsLog:
 
 
 def _drop_beyond(step: int, path: Path) -> None:
-    """Removes the lines of later steps, and one that was broken off: all at once, and only where there are any."""
+    """Removes the lines of later steps and an incomplete last one; the file is replaced at once, and only if needed."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
     def stays(line: bytes) -> bool:
@@ -81,13 +82,13 @@ def _drop_beyond(step: int, path: Path) -> None:
 
     kept = [line for line in lines if stays(line)]
     if kept != lines:
-        beside = path.with_suffix(".new")
-        beside.write_bytes(b"".join(kept))
-        os.replace(beside, path)
+        new = path.with_suffix(".new")
+        new.write_bytes(b"".join(kept))
+        os.replace(new, path)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run by kind and step, each the last that was written; a broken last line is left out."""
+    """The records of a run by kind and step, each the last that was written; an incomplete last line is left out."""
     records: dict[tuple[bool, int], dict[str, Any]] = {}
     with open(folder / FILE) as lines:
         for line in lines:
@@ -103,9 +104,10 @@ def check_extras(watch: WatchConfig) -> None:
     """Raises ValueError where a package that the options ask for is not installed."""
     import importlib.util
 
-    for wanted, package in ((watch.tensorboard, "tensorboardX"), (watch.wandb is not None, "wandb")):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise ValueError(f"watch.{package.lower().rstrip('x')} needs the package {package}: pip install {package}")
+    options = (("watch.tensorboard", watch.tensorboard, "tensorboardX"), ("watch.wandb", watch.wandb, "wandb"))
+    for field, value, package in options:
+        if value not in (None, False) and importlib.util.find_spec(package) is None:
+            raise UserError(f"it needs the package {package}: pip install {package}", field=field, value=value)
 
 
 def _tensorboard(folder: Path) -> Any:
@@ -123,7 +125,7 @@ def _wandb(folder: Path, project: str) -> Any:
 
 
 class Meter:
-    """The numbers of a step, with the time it took."""
+    """The metrics of a step, with its time."""
 
     def __init__(self, config: RunConfig, device_kind: str, devices: int):
         self._tokens = config.data.batch * config.data.window
@@ -133,7 +135,7 @@ class Meter:
         self._since = time.perf_counter()
 
     def restart(self) -> None:
-        """Time counts from here: what was done meanwhile was no step."""
+        """The next step's time counts from here."""
         self._since = time.perf_counter()
 
     def record(self, step: int, metrics: Any, epoch: int) -> dict[str, Any]:

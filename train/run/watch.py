@@ -1,4 +1,4 @@
-"""Watching a run: a bar, a watchdog for a step that does not end, SIGTERM, a profile."""
+"""Watching a run: a progress bar, a watchdog for a step that does not end, SIGTERM, a profile."""
 
 import faulthandler
 import os
@@ -19,10 +19,12 @@ from treering.train.run.metrics import Meter, MetricsLog
 
 
 class Bar:
-    """A bar on a terminal; elsewhere a line of text now and then."""
+    """A bar on a terminal; elsewhere lines of text: of the first and last step, each tenth between, and each 30 s."""
 
-    def __init__(self, total: int, done: int, *, bar: bool, seconds: float = 30.0):
-        self._total, self._seconds, self._last = total, seconds, 0.0
+    def __init__(self, total: int, done: int, last: int, *, bar: bool, seconds: float = 30.0):
+        """`total` is the run's length; `done` is the step where this process starts, `last` where it stops."""
+        self._total, self._first, self._last, self._seconds = total, done + 1, last, seconds
+        self._every, self._printed = max(1, -(-(last - done) // 10)), 0.0
         self._progress: Any = None
         if bar and sys.stderr.isatty():
             from rich.console import Console
@@ -47,8 +49,12 @@ class Bar:
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=text)
-        elif time.monotonic() - self._last > self._seconds or step == self._total:
-            self._last = time.monotonic()
+        elif (
+            step in (self._first, self._last)
+            or (step - self._first + 1) % self._every == 0
+            or time.monotonic() - self._printed > self._seconds
+        ):
+            self._printed = time.monotonic()
             left = (self._total - step) * record["step_seconds"]
             print(f"step {step}/{self._total}  {text}  {left:,.0f} s left", file=sys.stderr, flush=True)
 
@@ -66,9 +72,9 @@ class Bar:
 
 
 class Watchdog:
-    """Ends the process when a step takes far longer than the median one: some device waits for another that is gone.
+    """Ends the process when a step takes far longer than the median: some device waits for another that is gone.
 
-    It looks on from a thread, since the main one hangs in the step; so it cannot save anything.
+    It runs in a thread, since the main one hangs in the step; so it cannot save anything.
     """
 
     def __init__(self, times: float, at_least: float):
@@ -80,17 +86,17 @@ class Watchdog:
         self._thread.start()
 
     def started(self, step: int) -> None:
-        """A step begins: from now on time counts, once five steps have shown how long one takes."""
+        """A step begins. Its time counts once five steps have shown how long one takes."""
         self._step, self._since = step, time.monotonic()
 
     def ended(self) -> None:
-        """The step has ended; what comes now (an evaluation, a save) may take its time."""
+        """The step has ended; what follows (an evaluation, a save) is not timed."""
         if self._since is not None:
             self._durations.append(time.monotonic() - self._since)
         self._since = None
 
     def close(self) -> None:
-        """Stops looking."""
+        """Stops watching."""
         self._stop.set()
 
     @property
@@ -107,7 +113,7 @@ class Watchdog:
                 continue
             print(
                 f"step {self._step} has taken {time.monotonic() - since:.0f} s, and the median step "
-                f"{statistics.median(self._durations):.2f} s: the run is stopped. Where each thread stood:",
+                f"{statistics.median(self._durations):.2f} s: the run is stopped. Stack of each thread:",
                 file=sys.stderr,
                 flush=True,
             )
@@ -124,9 +130,9 @@ class TooManySkips(Exception):
 
 
 class Recorder:
-    """Takes each step's numbers to metrics.jsonl and to the bar, on the first process; all processes count skips.
+    """Writes each step's metrics to metrics.jsonl and the bar, on the first process; all processes count skips.
 
-    A step's numbers are fetched when the next one has been sent off, so that devices never wait for them.
+    A step's metrics are fetched when the next step has been dispatched, so that devices never wait for them.
     """
 
     def __init__(self, config: RunConfig, folder: Path, first_step: int, device_kind: str, devices: int):
@@ -134,18 +140,19 @@ class Recorder:
         self._meter = Meter(config, device_kind, devices)
         first = jax.process_index() == 0
         self._log = MetricsLog(folder, config.watch, step=first_step) if first else None
-        self._bar = Bar(config.steps, first_step, bar=config.watch.bar) if first else None
+        last = min(config.steps, config.stop_at or config.steps)
+        self._bar = Bar(config.steps, first_step, last, bar=config.watch.bar) if first else None
         self._waiting: tuple[int, Any, int] | None = None
         self.newest: dict[str, Any] | None = None
-        """The numbers noted last."""
+        """The metrics recorded last."""
 
     def add(self, step: int, metrics: Any, epoch: int) -> None:
-        """A step was sent off; notes the one before. Raises `TooManySkips`."""
+        """A step was dispatched; records the one before. Raises `TooManySkips`."""
         self.flush()
         self._waiting = (step, metrics, epoch)
 
     def flush(self) -> None:
-        """Waits for the step that was sent off last, and notes it. Raises `TooManySkips`."""
+        """Waits for the step that was dispatched last, and records it. Raises `TooManySkips`."""
         if self._waiting is None:
             return
         step, metrics, epoch = self._waiting
@@ -159,13 +166,13 @@ class Recorder:
             raise TooManySkips(step)
 
     def note(self, record: dict[str, Any], text: str) -> None:
-        """Writes another record, such as an evaluation's, and says `text`."""
+        """Writes another record, such as an evaluation's, and prints `text`."""
         if self._log is not None and self._bar is not None:
             self._log.write(record)
             self._bar.say(text)
 
     def restart_clock(self) -> None:
-        """What was done since the last step does not count as the next one's time."""
+        """The time since the last step does not count as the next one's."""
         self._meter.restart()
 
     def close(self) -> None:
@@ -176,13 +183,13 @@ class Recorder:
 
 
 class StopSignal:
-    """Whether to stop: SIGTERM or Ctrl-C has come (a second Ctrl-C ends at once).
+    """Whether to stop: SIGTERM or Ctrl-C was received (a second Ctrl-C ends at once).
 
-    Several processes agree on the step, on SIGTERM only, through JAX's own service.
+    Several processes agree on the step, on SIGTERM only, through JAX's preemption service.
     """
 
     which: signal.Signals = signal.SIGTERM
-    """The one that came."""
+    """The one received."""
 
     def __enter__(self) -> "StopSignal":
         self._came = threading.Event()
@@ -196,7 +203,7 @@ class StopSignal:
         self._came.set()
         if self.which is signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
-            print("Ctrl-C: stopping after this step, and saving; once more ends at once", file=sys.stderr)
+            print("Ctrl-C: stopping and saving after this step; again ends at once", file=sys.stderr)
 
     def __exit__(self, *_: object) -> None:
         if self._ours:
@@ -229,7 +236,7 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """Writes what there is."""
+        """Writes the profile of the steps so far."""
         if self._running:
             jax.profiler.stop_trace()
             self._running = False
