@@ -9,9 +9,9 @@ import numpy as np
 from treering.configs.infer import DeviceOptions
 from treering.configs.model import ModelConfig
 from treering.configs.precision import Precision
-from treering.infer.cache_record import ModelIdentity, SavedCache
 from treering.infer.engine import Engine
-from treering.infer.progress import count, say
+from treering.infer.saved_cache.record import ModelIdentity, SavedCache
+from treering.infer.text.progress import count, say
 from treering.layers.parallel.devices import describe, plan_for, simulate_cpu_devices
 from treering.layers.parallel.sharding import Plan
 from treering.models.checkpoint.hashing import fingerprint, hash_arrays

@@ -26,8 +26,8 @@ def engine(checkpoint, mesh):
 
 def conversation(engine, checkpoint, **options):
     from treering.configs.sampling import RequestConfig
-    from treering.infer.chat import Conversation
     from treering.infer.scheduler import Scheduler
+    from treering.infer.text.chat import Conversation
     from treering.models.tokenizer import Tokenizer
 
     return Conversation(Scheduler(engine), Tokenizer.load(checkpoint), RequestConfig(**options))
@@ -35,8 +35,8 @@ def conversation(engine, checkpoint, **options):
 
 def test_turns_read_only_what_is_new_and_answer_as_if_read_whole(engine, checkpoint):
     """The second answer equals that of a fresh row; the cache's rows were not read again."""
-    from treering.infer.answer import Answer
     from treering.infer.scheduler import Scheduler
+    from treering.infer.text.answer import Answer
 
     talk = conversation(engine, checkpoint, max_new_tokens=6)
     turns = ["The capital of France", "Rings of a tree", "tabs and spaces"]

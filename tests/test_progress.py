@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from treering.infer import progress
 from treering.infer.request import Event
 from treering.infer.scheduler import Scheduler
+from treering.infer.text import progress
 
 
 class Reader(Scheduler):

@@ -69,7 +69,7 @@ def tokens_of(count, seed=0):
 
 
 def reader(engine):
-    from treering.infer.cache_record import ModelIdentity
+    from treering.infer.saved_cache.record import ModelIdentity
 
     return ModelIdentity.of(engine.model.config, checkpoint="somewhere", weights="w", dtype=engine.precision.cache)
 
@@ -185,8 +185,8 @@ def test_a_row_is_read_and_written_in_the_order_of_its_text(mesh, sizes, dtype):
 )
 def test_a_cache_loaded_on_another_mesh_answers_as_the_joined_text(engine_on, tmp_path, saving, loading):
     """And is the same, bit for bit, when that mesh saves it again."""
-    from treering.infer.cache_record import read_saved_cache
-    from treering.infer.saved_cache import load_cache, save_cache
+    from treering.infer.saved_cache.folder import load_cache, save_cache
+    from treering.infer.saved_cache.record import read_saved_cache
     from treering.infer.scheduler import Scheduler
 
     for length in LENGTHS:
@@ -219,7 +219,7 @@ def test_no_copy_of_the_cache_is_made_where_a_layer_is_read_or_written(mesh, mon
     from treering.configs.llama import LLAMA_3_2_1B_CUT
     from treering.configs.precision import Precision
     from treering.infer import engine as module
-    from treering.infer.row_transfer import RowTransfer
+    from treering.infer.saved_cache.row_transfer import RowTransfer
     from treering.infer.scheduler import Scheduler
     from treering.layers.parallel.sharding import Plan
     from treering.models.families import families
@@ -242,8 +242,8 @@ def test_no_copy_of_the_cache_is_made_where_a_layer_is_read_or_written(mesh, mon
 
 def test_a_row_from_disk_reads_nothing_again_and_leaves_its_neighbours_alone(engine_on, tmp_path):
     from treering.configs.sampling import RequestConfig
-    from treering.infer.cache_record import read_saved_cache
-    from treering.infer.saved_cache import load_cache, save_cache
+    from treering.infer.saved_cache.folder import load_cache, save_cache
+    from treering.infer.saved_cache.record import read_saved_cache
     from treering.infer.scheduler import Scheduler
 
     engine = engine_on({"context": 2})
@@ -277,8 +277,8 @@ def test_a_row_from_disk_reads_nothing_again_and_leaves_its_neighbours_alone(eng
 def test_requests_share_the_full_pages_of_a_session_that_was_released(engine_on, tmp_path, sizes):
     """Pages are of 16 tokens here, and another caller does not share them."""
     from treering.configs.sampling import RequestConfig
-    from treering.infer.cache_record import read_saved_cache
-    from treering.infer.saved_cache import load_cache, save_cache
+    from treering.infer.saved_cache.folder import load_cache, save_cache
+    from treering.infer.saved_cache.record import read_saved_cache
     from treering.infer.scheduler import Scheduler
 
     engine = engine_on(sizes)
@@ -304,9 +304,9 @@ def test_layers_of_all_places_and_of_a_broken_off_period_are_saved(mesh, tmp_pat
     from treering.configs.gemma import Gemma3Config
     from treering.configs.precision import Precision
     from treering.configs.rope import DefaultRope
-    from treering.infer.cache_record import read_saved_cache
     from treering.infer.engine import Engine
-    from treering.infer.saved_cache import load_cache, save_cache
+    from treering.infer.saved_cache.folder import load_cache, save_cache
+    from treering.infer.saved_cache.record import read_saved_cache
     from treering.infer.scheduler import Scheduler
     from treering.layers.parallel.sharding import Plan
     from treering.models.families import families
@@ -375,7 +375,7 @@ def cache(command, tmp_path_factory):
 
 
 def test_the_command_goes_on_from_a_cache_on_another_mesh(cache, command, engine_on, checkpoint, tmp_path):
-    from treering.infer.cache_record import read_saved_cache
+    from treering.infer.saved_cache.record import read_saved_cache
     from treering.infer.scheduler import Scheduler
     from treering.models.tokenizer import Tokenizer
 
@@ -431,10 +431,10 @@ def test_many_questions_are_asked_of_one_cache(cache, command, tmp_path):
 
 def test_a_conversation_continues_a_cache_and_starts_over_behind_it(cache, engine_on, checkpoint):
     from treering.configs.sampling import RequestConfig
-    from treering.infer.cache_record import read_saved_cache
-    from treering.infer.chat import Conversation
-    from treering.infer.saved_cache import load_cache
+    from treering.infer.saved_cache.folder import load_cache
+    from treering.infer.saved_cache.record import read_saved_cache
     from treering.infer.scheduler import Scheduler
+    from treering.infer.text.chat import Conversation
     from treering.models.tokenizer import Tokenizer
 
     saved, tokenizer, request = read_saved_cache(cache), Tokenizer.load(checkpoint), RequestConfig(max_new_tokens=5)
@@ -465,7 +465,7 @@ def test_the_chat_command_takes_a_cache(cache, checkpoint, capsys, monkeypatch):
 
 def test_files_are_their_owners_alone_also_while_they_are_written(engine_on, tmp_path, monkeypatch):
     """By the mode of the folder that all of them are in; other threads' files have their usual modes meanwhile."""
-    from treering.infer import saved_cache
+    from treering.infer.saved_cache import folder as saved_cache
 
     def mode(path):
         return stat.S_IMODE(path.stat().st_mode)
@@ -493,8 +493,8 @@ def test_files_are_their_owners_alone_also_while_they_are_written(engine_on, tmp
 
 @pytest.mark.parametrize("broken", [KeyboardInterrupt(), ValueError("no"), OSError(28, "No space left on device")])
 def test_a_save_that_is_broken_off_leaves_nothing(engine_on, tmp_path, monkeypatch, broken):
-    from treering.infer import saved_cache
-    from treering.infer.cache_record import read_saved_cache
+    from treering.infer.saved_cache import folder as saved_cache
+    from treering.infer.saved_cache.record import read_saved_cache
 
     write = saved_cache.write_arrays
 
@@ -575,8 +575,8 @@ def forget(folder):
     ],
 )
 def test_a_damaged_cache_is_refused_and_gives_its_row_back(cache, engine_on, tmp_path, damage, words):
-    from treering.infer.cache_record import read_saved_cache
-    from treering.infer.saved_cache import load_cache
+    from treering.infer.saved_cache.folder import load_cache
+    from treering.infer.saved_cache.record import read_saved_cache
     from treering.infer.scheduler import Scheduler
 
     shutil.copytree(cache, tmp_path / "cache")

@@ -21,7 +21,7 @@ class Letters:
 
 
 def text_of(pieces, stop):
-    from treering.infer.text import TextStream
+    from treering.infer.text.stream import TextStream
 
     stream = TextStream(Letters(pieces), stop)
     given_out = [stream.push(token) for token in range(len(pieces))]
@@ -64,7 +64,7 @@ def test_any_stream_is_the_whole_up_to_the_first_stop_string(pieces, stop):
 
 
 def test_real_tokens_stream_to_the_decoded_whole(tmp_path):
-    from treering.infer.text import TextStream
+    from treering.infer.text.stream import TextStream
     from treering.models.tokenizer import Tokenizer
 
     tiny.save_byte_level(tmp_path)

@@ -7,11 +7,11 @@ from pathlib import Path
 from treering.configs.cli import parse
 from treering.configs.errors import UserError
 from treering.configs.infer import ChatOptions
-from treering.infer.cache_record import read_saved_cache
-from treering.infer.chat import Conversation
 from treering.infer.load import load
-from treering.infer.progress import count, say
-from treering.infer.text_generator import TextGenerator
+from treering.infer.saved_cache.record import read_saved_cache
+from treering.infer.text.chat import Conversation
+from treering.infer.text.generator import TextGenerator
+from treering.infer.text.progress import count, say
 from treering.models.conversion.load import open_model
 
 

@@ -12,10 +12,10 @@ from treering.configs.errors import UserError
 from treering.configs.infer import GenerateOptions
 
 if TYPE_CHECKING:
-    from treering.infer.answer import Answer
-    from treering.infer.cache_record import SavedCache
     from treering.infer.engine import Engine
-    from treering.infer.text_generator import TextGenerator
+    from treering.infer.saved_cache.record import SavedCache
+    from treering.infer.text.answer import Answer
+    from treering.infer.text.generator import TextGenerator
     from treering.models.tokenizer import Tokenizer
 
 
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     options = parse(GenerateOptions, arguments, program="treering generate")
     check_together(options)
     if options.prompts is not None:
-        from treering.infer.prompts import generate_file
+        from treering.infer.text.prompts import generate_file
 
         generate_file(options)
         return 0
@@ -72,8 +72,8 @@ def generate(options: GenerateOptions) -> dict[str, object]:
 
     Raises ValueError for options, prompts and checkpoints that do not fit together.
     """
-    from treering.infer.answer import Answer
-    from treering.infer.cache_record import read_saved_cache
+    from treering.infer.saved_cache.record import read_saved_cache
+    from treering.infer.text.answer import Answer
 
     requests = options.request().samples(options.n)
     saved = None if options.load_cache is None else read_saved_cache(options.load_cache)
@@ -100,8 +100,8 @@ def generate(options: GenerateOptions) -> dict[str, object]:
 def prepare(options: GenerateOptions, saved: "SavedCache | None") -> "tuple[TextGenerator, list[int]]":
     """The model, ready to answer, and the prompt's tokens; what does not fit is refused before weights are loaded."""
     from treering.infer.load import load
-    from treering.infer.saved_cache import check_new_folder, check_room
-    from treering.infer.text_generator import TextGenerator
+    from treering.infer.saved_cache.folder import check_new_folder, check_room
+    from treering.infer.text.generator import TextGenerator
     from treering.models.conversion.load import open_model
 
     if options.save_cache is not None:
@@ -140,8 +140,8 @@ def encode_prompt(
 def compile_ahead(engine: "Engine", options: GenerateOptions, prompt_tokens: int, *, held: int) -> None:
     """Compiles what reading and answering the prompt run, where the cache holds the first `held` tokens of it; says how
     long it took."""
-    from treering.infer.progress import count, say
     from treering.infer.request import least_program
+    from treering.infer.text.progress import count, say
 
     started = time.perf_counter()
     kind, top = least_program([options.request()])
@@ -161,8 +161,8 @@ def report(
     options: GenerateOptions, answers: "Sequence[Answer]", engine: "Engine", reading: "Reading | None"
 ) -> dict[str, object]:
     """Ends the text, or prints the JSON object, and says how fast it was; returns the object."""
-    from treering.infer.answer import joint_record
-    from treering.infer.progress import count, say
+    from treering.infer.text.answer import joint_record
+    from treering.infer.text.progress import count, say
 
     rate, new_tokens = sum(one.tokens_per_second for one in answers), sum(len(one.tokens) for one in answers)
     prefill = answers[0].prefill_seconds if new_tokens or reading is None else reading.seconds

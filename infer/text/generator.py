@@ -7,14 +7,14 @@ from pathlib import Path
 import jax
 
 from treering.configs.sampling import RequestConfig
-from treering.infer.answer import Answer
-from treering.infer.cache_record import SavedCache
 from treering.infer.engine import Engine
 from treering.infer.load import Loaded
-from treering.infer.progress import count, run_with_progress, say
 from treering.infer.request import Session
-from treering.infer.saved_cache import load_cache, save_cache
+from treering.infer.saved_cache.folder import load_cache, save_cache
+from treering.infer.saved_cache.record import SavedCache
 from treering.infer.scheduler import Scheduler
+from treering.infer.text.answer import Answer
+from treering.infer.text.progress import count, run_with_progress, say
 
 
 class TextGenerator:

@@ -8,7 +8,7 @@ from typing import Any
 from treering.configs.sampling import RequestConfig
 from treering.infer.request import Event, TokenLogprob
 from treering.infer.scheduler import Scheduler
-from treering.infer.text import TextStream
+from treering.infer.text.stream import TextStream
 from treering.models.tokenizer import Tokenizer
 
 

@@ -19,11 +19,11 @@ from treering.configs.cli import from_json
 from treering.configs.errors import UserError
 from treering.configs.infer import AnswerOptions, GenerateOptions
 from treering.configs.sampling import RequestConfig
-from treering.infer.answer import Answer, joint_record
-from treering.infer.cache_record import SavedCache, read_saved_cache
 from treering.infer.load import load
-from treering.infer.progress import count, say
-from treering.infer.text_generator import TextGenerator
+from treering.infer.saved_cache.record import SavedCache, read_saved_cache
+from treering.infer.text.answer import Answer, joint_record
+from treering.infer.text.generator import TextGenerator
+from treering.infer.text.progress import count, say
 from treering.models.checkpoint.atomic_folder import exclusive_lock
 from treering.models.conversion.load import open_model
 from treering.models.tokenizer import Tokenizer

@@ -17,9 +17,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from treering.infer.cache_record import CACHE_RECORD, FORMAT, LAYERS, ModelIdentity, SavedCache
 from treering.infer.request import Session
-from treering.infer.row_transfer import RowTransfer
+from treering.infer.saved_cache.record import CACHE_RECORD, FORMAT, LAYERS, ModelIdentity, SavedCache
+from treering.infer.saved_cache.row_transfer import RowTransfer
 from treering.infer.scheduler import Scheduler
 from treering.models.checkpoint.arrays import read_arrays, write_arrays
 from treering.models.checkpoint.atomic_folder import empty, partial_folder, written_beside

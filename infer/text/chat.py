@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from treering.configs.sampling import RequestConfig
-from treering.infer.answer import Answer
-from treering.infer.progress import run_with_progress
 from treering.infer.request import Session
 from treering.infer.scheduler import Scheduler
+from treering.infer.text.answer import Answer
+from treering.infer.text.progress import run_with_progress
 from treering.models.tokenizer import Tokenizer
 
 
