@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -287,7 +288,8 @@ def test_the_quiet_of_a_command_ends_with_it_and_the_library_has_none() -> None:
     from treering.models.checkpoint.quiet import quiet_orbax
 
     def state() -> tuple[Any, ...]:
-        return (*(logging.getLogger(name).level for name in ("absl", "asyncio")), list(warnings.filters))
+        levels = [logging.getLogger(name).level for name in ("absl", "asyncio")]
+        return (*levels, list(warnings.filters), sys.unraisablehook)
 
     before = state()
     array_handler()

@@ -106,6 +106,12 @@ def keep_compiled() -> None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
 
 
+def console_script() -> int:
+    """The command `treering` as a process of its own: `main`, and what a failed write leaves stays quiet to the end."""
+    importlib.import_module("treering.models.checkpoint.quiet").quiet_orbax()
+    return main()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from treering import main
+from treering import console_script
 
-sys.exit(main())
+sys.exit(console_script())

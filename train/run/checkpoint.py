@@ -159,8 +159,10 @@ class Checkpoints:
         self.check()
 
     def close(self) -> None:
-        """Stops orbax's threads."""
+        """Stops orbax's threads, and waits for the one that reads back: at the end of the process it could not."""
         self._manager.close()
+        if self._reader is not None:
+            self._reader.join()
 
     def _attempt(self, step: int | None, action: Any) -> None:
         try:
